@@ -166,9 +166,9 @@ def open_pool(
     if isinstance(placement, ReplicaPlacement) and placement.replicas == 1 and not on_cluster:
         return InProcessPool(spec, placement)
     # Each pool is imported when it opens, because Ray takes a second to import and a single device does not need it.
-    pool = resolve_name(f"headscan.cluster.{PLACEMENTS[placement.name].pool}")
-    opened: Pool = pool(spec, placement, timeouts=timeouts)
-    return opened
+    pool_class = resolve_name(f"headscan.cluster.{PLACEMENTS[placement.name].pool}")
+    pool: Pool = pool_class(spec, placement, timeouts=timeouts)
+    return pool
 
 
 #: A forward pass of an item; its length is its number of sequences.
@@ -215,16 +215,8 @@ class StagedTask(ABC, Generic[T, Pass, P, R]):
 
     def __call__(self, lm: LoadedModel, item: T, *, on_pass: Callable[[int], None] | None = None) -> R:
         """Run an item with a whole model; call ``on_pass`` with the number of sequences of each finished pass."""
-        return self.join(item, [[run_pass(self, lm, item, batch, on_pass=on_pass)[0]] for batch in self.passes(item)])
-
-    def counted(self, on_pass: Callable[[int], None]) -> Task[T, R]:
-        """Return the task with ``on_pass``, for pools of this process: the function cannot be sent to others."""
-
-        def task(lm: LoadedModel, item: T) -> R:
-            return self(lm, item, on_pass=on_pass)
-
-        task.__name__ = self.__name__
-        return task
+        partials = [run_pass(self, lm, item, batch, on_pass=on_pass)[0] for batch in self.passes(item)]
+        return self.join(item, [[partial] for partial in partials])
 
 
 class InspectionTask(ABC, Generic[T, R]):
@@ -255,8 +247,9 @@ def run_pass(
     model calls ``on_pass`` with its number of sequences.
     """
     lm = model.lm if isinstance(model, Stage) else model
-    limit, size, halves = lm.limits[task.__name__], task.size(batch), task.halves(batch)
-    if not halves or limit.allows(size):
+    limit = lm.limits[task.__name__]
+    size, half_batches = task.size(batch), task.halves(batch)
+    if not half_batches or limit.allows(size):
         try:
             if not isinstance(model, Stage):
                 partial = task.run(lm, item, batch)
@@ -269,17 +262,18 @@ def run_pass(
         except RuntimeError as problem:
             if not is_out_of_memory(problem):
                 raise
-            if not halves:
+            if not half_batches:
                 raise one_sequence_too_many() from problem
             limit.ran_out(size)
         release_memory()
-    entering = [None] * len(halves) if hidden is None else hidden.split([len(half) for half in halves])
-    done = [
-        run_pass(task, model, item, half, hidden_in, on_pass=on_pass)
-        for half, hidden_in in zip(halves, entering, strict=True)
+    hidden_halves = [None] * len(half_batches) if hidden is None else hidden.split([len(half) for half in half_batches])
+    results = [
+        run_pass(task, model, item, half_batch, hidden_half, on_pass=on_pass)
+        for half_batch, hidden_half in zip(half_batches, hidden_halves, strict=True)
     ]
-    left = [leaving for _, leaving in done if leaving is not None]
-    return task.join_halves([partial for partial, _ in done]), torch.cat(left) if left else None
+    partial = task.join_halves([half_partial for half_partial, _ in results])
+    hidden_out = [half_hidden_out for _, half_hidden_out in results if half_hidden_out is not None]
+    return partial, torch.cat(hidden_out) if hidden_out else None
 
 
 def check_ranges(layers: Layers, ranges: Sequence[LayerRange]) -> None:

@@ -11,7 +11,6 @@ G = H / K, D and Dv widths of a key and of a value.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
@@ -54,31 +53,33 @@ def block_rows(sequences: int, heads: int, keys: int, device: torch.device) -> i
     return max(16, min(rows, weights // (sequences * heads * keys)))
 
 
-def _rows(mask: Tensor, position_BR: Tensor, keys: slice) -> Tensor:
-    """Return the rows of a mask, bias or sink (B or 1, H or 1, N or 1, S or 1) at ``position_BR`` (B or 1, R)."""
-    mask = mask[..., keys]
-    if mask.shape[2] == 1:
-        return mask
+def _at_queries(terms: Tensor, position_BR: Tensor, keys: slice) -> Tensor:
+    """Select queries and keys of a mask, bias or sink (B or 1, H or 1, N or 1, S or 1); the queries are those at
+    ``position_BR`` (B or 1, R).
+    """
+    terms = terms[..., keys]
+    if terms.shape[2] == 1:
+        return terms
     if len(position_BR) == 1:
-        return mask[:, :, position_BR[0]]
-    mask = mask.expand(len(position_BR), -1, -1, -1)
-    return torch.stack([rows[:, at] for rows, at in zip(mask, position_BR, strict=True)])
+        return terms[:, :, position_BR[0]]
+    terms = terms.expand(len(position_BR), -1, -1, -1)
+    return torch.stack([terms_HNC[:, position_R] for terms_HNC, position_R in zip(terms, position_BR, strict=True)])
 
 
-def attend_blockwise(call: ScoredCall, take: Callable[[Tensor, int, int], None], past: int = 0) -> Tensor:
-    """Return the output (B, H, N, Dv); ``take`` gets weights, first query and first key of each block."""
+def attend_blockwise(call: ScoredCall, tally: WeightTally, past: int = 0) -> Tensor:
+    """Return the output (B, H, N, Dv), and add the weights of each block of queries to ``tally``."""
     B, H, N, S = call.shape_BHNS
     K, Dv = call.num_key_value_heads, call.value_dim
-    size = block_rows(B, H, S, call.device)
+    block_size = block_rows(B, H, S, call.device)
     outs: list[Tensor] = []
-    for start in range(0, N, size):
-        rows = slice(start, min(start + size, N))
-        first = 0 if call.window is None else max(0, past + start - call.window + 1)
-        keys = slice(first, past + rows.stop if call.causal else S)
+    for start in range(0, N, block_size):
+        rows = slice(start, min(start + block_size, N))
+        first_key = 0 if call.window is None else max(0, past + start - call.window + 1)
+        keys = slice(first_key, past + rows.stop if call.causal else S)
         weights = call.block(rows, keys, past)
         R, C = weights.shape[2:]
         outs.append((weights.reshape(B, K, (H // K) * R, C) @ call.value_BKSD[:, :, keys]).reshape(B, H, R, Dv))
-        take(weights, past + rows.start, keys.start)
+        tally.add(weights, past + start, first_key)
         del weights  # frees the block before the next one is computed
     return torch.cat(outs, 2)
 
@@ -91,22 +92,22 @@ class WeightTally:
     def __init__(self, request: AttentionRequest, geometry: Geometry, *, normalised: bool = False) -> None:
         self.request, self.geometry, self._normalised = request, geometry, normalised
         self._numbers: dict[str, list[Tensor]] = {number.name: [] for number in needed_numbers(request.statistics)}
-        defined = request.statistics - POSITIONAL if geometry.cross else request.statistics
-        self._to_sum: dict[str, QuerySum] = {
+        defined_statistics = request.statistics - POSITIONAL if geometry.cross else request.statistics
+        self._query_sums: dict[str, QuerySum] = {
             query_sum.name: query_sum
-            for name in defined & WEIGHT_STATISTICS.keys()
+            for name in defined_statistics & WEIGHT_STATISTICS.keys()
             for query_sum in WEIGHT_STATISTICS[name].query_sums
         }
         self._sums: dict[str, Tensor] = {}
-        self._unpadded = request.unpadded_queries if self._to_sum else 0
+        self._unpadded_queries = request.unpadded_queries if self._query_sums else 0
 
     def add(self, weights_BHRC: Tensor, first_query: int, first_key: int) -> None:
         """Add the weights of one block, from its first query and key on; blocks come in order."""
-        unpadded = first_query + weights_BHRC.shape[-2] <= self._unpadded
+        unpadded = first_query + weights_BHRC.shape[-2] <= self._unpadded_queries
         block = WeightBlock(weights_BHRC, first_query, first_key, self.request, self._normalised, unpadded)
         for name, blocks in self._numbers.items():
             blocks.append(QUERY_NUMBERS[name].of_block(block))
-        for name, query_sum in self._to_sum.items():
+        for name, query_sum in self._query_sums.items():
             if name not in self._sums:
                 self._sums[name] = query_sum.zeros(block, self.geometry)
             query_sum.add(self._sums[name], block)
@@ -227,22 +228,24 @@ class ScoredCall(AttentionCall):
 
     def measure(self, request: AttentionRequest) -> tuple[Tensor, dict[str, Tensor]]:
         _check_whole(self.geometry, request.past)
-        if request.past and (whole := sorted(request.statistics - CONTINUABLE)):
+        need_whole_sequences = sorted(request.statistics - CONTINUABLE)
+        if request.past and need_whole_sequences:
+            names = ", ".join(need_whole_sequences)
             raise InterventionError(
-                f"{', '.join(whole)} cannot be computed after {request.past} cached tokens. Pass whole sequences"
+                f"{names} cannot be computed after {request.past} cached tokens. Pass whole sequences"
             )
-        kernels, explicit = self._kernels(), bool(request.statistics & EXPLICIT)
-        if request.path == "fused" and (kernels is None or explicit):
-            why = "statistics that need explicit weights" if explicit else "this model or device"
-            raise UnsupportedModelError(f"fused attention does not support {why}. Use `path='auto'`")
-        wide = torch.promote_types(self.query_BHND.dtype, torch.float32)
-        if kernels is None or explicit or request.path == "blockwise":
+        kernels, needs_weights = self._kernels(), bool(request.statistics & EXPLICIT)
+        if request.path == "fused" and (kernels is None or needs_weights):
+            unsupported = "statistics that need explicit weights" if needs_weights else "this model or device"
+            raise UnsupportedModelError(f"fused attention does not support {unsupported}. Use `path='auto'`")
+        if kernels is None or needs_weights or request.path == "blockwise":
             tally = WeightTally(request, self.geometry, normalised=self.sinks_BHN is None)
-            out = attend_blockwise(self._wide(), tally.add, request.past)
+            out = attend_blockwise(self._wide(), tally, request.past)
             call_numbers = tally.numbers()
         else:
-            query, key, value = (x.to(kernels.dtype or wide) for x in (self.query_BHND, self.key_BKSD, self.value_BKSD))
-            numbers = needed_numbers(request.statistics)
+            dtype = kernels.dtype or torch.promote_types(self.query_BHND.dtype, torch.float32)
+            query, key, value = (x.to(dtype) for x in (self.query_BHND, self.key_BKSD, self.value_BKSD))
+            query_numbers = needed_numbers(request.statistics)
             out, fused = attend_fused(
                 kernels,
                 query,
@@ -252,34 +255,35 @@ class ScoredCall(AttentionCall):
                 request.widths,
                 window=self.window,
                 sinks_BHN=self.sinks_BHN,
-                numbers_with_output=any(number.with_output for number in numbers),
+                numbers_with_output=any(number.with_output for number in query_numbers),
             )
-            per_query = fused_numbers(numbers, fused)
-            call_numbers = CallNumbers(per_query, {}, request, self.geometry)
-        own_values = self.value_BKSD[:, :, request.past :]
-        return out.to(self.query_BHND.dtype), _statistics(call_numbers, own_values, self.num_attention_heads)
+            call_numbers = CallNumbers(fused_numbers(query_numbers, fused), {}, request, self.geometry)
+        new_values = self.value_BKSD[:, :, request.past :]
+        statistics = weight_statistics(call_numbers)
+        statistics |= value_statistics(new_values, request.over_keys, request.statistics, self.num_attention_heads)
+        return out.to(self.query_BHND.dtype), statistics
 
     def weights(self, position_BR: Tensor) -> Tensor:
         _check_whole(self.geometry)
-        wide, at = self._wide(), position_BR.to(self.device)
-        index = at[:, None, :, None].expand(-1, self.num_attention_heads, -1, self.head_dim)
-        scores, key_at = wide._scores(wide.query_BHND.gather(2, index), at, slice(None))
-        wide._hide_by_position(scores, at, key_at)
-        return wide._normalise(scores, at)
+        wide, query_position_BR = self._wide(), position_BR.to(self.device)
+        index = query_position_BR[:, None, :, None].expand(-1, self.num_attention_heads, -1, self.head_dim)
+        scores, key_position_S = wide._scores(wide.query_BHND.gather(2, index), query_position_BR, slice(None))
+        wide._hide_by_position(scores, query_position_BR, key_position_S)
+        return wide._normalise(scores, query_position_BR)
 
     def block(self, rows: slice, keys: slice, past: int) -> Tensor:
         """Return weights (B, H, R, C) of queries, after ``past`` keys, and the keys that they may see."""
         position = torch.arange(rows.start, rows.stop, device=self.device)[None]
-        scores, key_at = self._scores(self.query_BHND[:, :, rows], position, keys)
+        scores, key_position_C = self._scores(self.query_BHND[:, :, rows], position, keys)
         R, C = scores.shape[-2:]
         if self.causal:
             # Later keys are among the last R columns, and keys that have left the window among the first R.
-            ends = {C - R, 0} if self.window is not None else {C - R}
-            for column in ends:
-                end = slice(column, column + R)
-                self._hide_by_position(scores[..., end], position + past, key_at[end])
+            first_columns = {C - R, 0} if self.window is not None else {C - R}
+            for first_column in first_columns:
+                columns = slice(first_column, first_column + R)
+                self._hide_by_position(scores[..., columns], position + past, key_position_C[columns])
         else:
-            self._hide_by_position(scores, position + past, key_at)
+            self._hide_by_position(scores, position + past, key_position_C)
         return self._normalise(scores, position)
 
     def _scores(self, query_BHRD: Tensor, position_BR: Tensor, keys: slice) -> tuple[Tensor, Tensor]:
@@ -294,19 +298,20 @@ class ScoredCall(AttentionCall):
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores)
         if self.bias is not None:
-            scores = scores + _rows(self.bias, position_BR, keys)
+            scores = scores + _at_queries(self.bias, position_BR, keys)
         if self.mask is not None:
-            mask = _rows(self.mask, position_BR, keys)
+            mask = _at_queries(self.mask, position_BR, keys)
             scores = scores.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
         return scores, torch.arange(self.key_BKSD.shape[2], device=key.device)[keys]
 
-    def _hide_by_position(self, scores_BHRC: Tensor, query_at_BR: Tensor, key_at_C: Tensor) -> None:
+    def _hide_by_position(self, scores_BHRC: Tensor, query_position_BR: Tensor, key_position_C: Tensor) -> None:
         """Set scores to -inf where causality or the window hides the key."""
         if self.causal:
-            scores_BHRC.masked_fill_((key_at_C > query_at_BR[..., None])[:, None], float("-inf"))
+            is_later_key = key_position_C > query_position_BR[..., None]
+            scores_BHRC.masked_fill_(is_later_key[:, None], float("-inf"))
         if self.window is not None:
-            far = (query_at_BR[..., None] - key_at_C).abs() >= self.window
-            scores_BHRC.masked_fill_(far[:, None], float("-inf"))
+            is_outside_window = (query_position_BR[..., None] - key_position_C).abs() >= self.window
+            scores_BHRC.masked_fill_(is_outside_window[:, None], float("-inf"))
 
     def _normalise(self, scores_BHRC: Tensor, position_BR: Tensor) -> Tensor:
         """Return the weights; the scores may be overwritten."""
@@ -317,7 +322,8 @@ class ScoredCall(AttentionCall):
         # A padding query may see no key. Its weights are set to 0, because NaN would spread through later layers.
         lse = lse.masked_fill(lse == float("-inf"), 0.0)
         if self.sinks_BHN is not None:
-            lse = torch.logaddexp(lse, _rows(self.sinks_BHN[..., None], position_BR, slice(None)).to(lse.dtype))
+            sinks = _at_queries(self.sinks_BHN[..., None], position_BR, slice(None))
+            lse = torch.logaddexp(lse, sinks.to(lse.dtype))
         return (scores_BHRC - lse).exp() if torch.is_grad_enabled() else scores_BHRC.sub_(lse).exp_()
 
     def _wide(self) -> ScoredCall:
@@ -328,17 +334,11 @@ class ScoredCall(AttentionCall):
         return replace(self, query_BHND=query, key_BKSD=key, value_BKSD=value, causal=causal)
 
     def _kernels(self) -> FusedKernels | None:
-        plain = self.causal and self.mask is None and self.bias is None and self.softcap is None
-        if not plain:
+        """Return the fused kernels for this call; None if it is more than causal attention, or no kernels serve it."""
+        if not self.causal or self.mask is not None or self.bias is not None or self.softcap is not None:
             return None
         width = max(self.head_dim, self.value_dim)
         return kernels_for(self.query_BHND, width, self.num_attention_heads // self.num_key_value_heads)
-
-
-def _statistics(numbers: CallNumbers, value_BKSD: Tensor, heads: int) -> dict[str, Tensor]:
-    """Return the requested statistics of weights and values, of the real tokens."""
-    request = numbers.request
-    return weight_statistics(numbers) | value_statistics(value_BKSD, request.over_keys, request.statistics, heads)
 
 
 def _check_whole(geometry: Geometry, past: int = 0) -> None:
@@ -377,12 +377,14 @@ class WeightsCall(AttentionCall):
             )
         tally = WeightTally(request, self.geometry)
         B, H, N, S = self.shape_BHNS
-        size = block_rows(B, H, S, self.device)
-        for start in range(0, N, size):
-            tally.add(widened(self.weights_BHNS[:, :, start : start + size]), start, 0)
-        return self.out_BHND, _statistics(tally.numbers(), self.value_BKSD, self.num_attention_heads)
+        block_size = block_rows(B, H, S, self.device)
+        for start in range(0, N, block_size):
+            tally.add(widened(self.weights_BHNS[:, :, start : start + block_size]), start, 0)
+        statistics = weight_statistics(tally.numbers())
+        statistics |= value_statistics(self.value_BKSD, request.over_keys, request.statistics, H)
+        return self.out_BHND, statistics
 
     def weights(self, position_BR: Tensor) -> Tensor:
         _, H, _, S = self.weights_BHNS.shape
-        at = position_BR.to(self.device)[:, None, :, None].expand(-1, H, -1, S)
-        return widened(self.weights_BHNS.gather(2, at))
+        index = position_BR.to(self.device)[:, None, :, None].expand(-1, H, -1, S)
+        return widened(self.weights_BHNS.gather(2, index))

@@ -81,21 +81,21 @@ class CpuKernels:
         return self._call(query, key, value, scale, _band_mask(query, past, keys, 0, keys) if past else None)
 
     def band(self, query: Tensor, key: Tensor, value: Tensor, scale: float, width: int) -> tuple[Tensor, Tensor]:
-        keys_there = key.shape[2]
-        past = keys_there - query.shape[2]
+        S = key.shape[2]
+        past = S - query.shape[2]
         outs, lses = [], []
-        inner: Tensor | None = None  # the mask of every block that is not cut at either end
-        for start in range(past, keys_there, _BAND_QUERIES):
-            stop = min(start + _BAND_QUERIES, keys_there)
-            first = max(0, start - width + 1)
-            whole = first > 0 and stop - start == _BAND_QUERIES
-            if not whole or inner is None:
-                mask = _band_mask(query, start, stop, first, width)
-                if whole:
-                    inner = mask
+        whole_block_mask: Tensor | None = None  # equal for all blocks that are not cut at either end
+        for start in range(past, S, _BAND_QUERIES):
+            stop = min(start + _BAND_QUERIES, S)
+            first_key = max(0, start - width + 1)
+            is_whole_block = first_key > 0 and stop - start == _BAND_QUERIES
+            if not is_whole_block:
+                mask = _band_mask(query, start, stop, first_key, width)
             else:
-                mask = inner
-            keys, values = key[:, :, first:stop], value[:, :, first:stop]
+                if whole_block_mask is None:
+                    whole_block_mask = _band_mask(query, start, stop, first_key, width)
+                mask = whole_block_mask
+            keys, values = key[:, :, first_key:stop], value[:, :, first_key:stop]
             out, lse = self._call(query[:, :, start - past : stop - past], keys, values, scale, mask)
             outs.append(out)
             lses.append(lse)
@@ -115,30 +115,32 @@ class CpuKernels:
         query = (query * (scale / math.log(2))).reshape(B * K, G, N, D)
         key, value = key.reshape(B * K, S, D), value.reshape(B * K, S, Dv)
         out = query.new_empty(B * K, G, N, Dv)
-        numbers = query.new_empty(3, B * K, G, N)
+        largest, sums, products = query.new_empty(3, B * K, G, N)
         block = min(_BLOCK_QUERIES, max(64, N // _BLOCKS), N)
-        least = G * block * min(_BLOCK_KEYS, S)
-        most = max(least, _BLOCK_SCORES * torch.get_num_threads())
+        head_scores = G * block * min(_BLOCK_KEYS, S)
+        most_scores = max(head_scores, _BLOCK_SCORES * torch.get_num_threads())
         # Two buffers: memory from the system for every block would cost more than a product.
-        buffers = query.new_empty(2, min(most, B * K * least))
+        buffers = query.new_empty(2, min(most_scores, B * K * head_scores))
         later = torch.ones(block, block, dtype=torch.bool, device=query.device).triu(1)
-        for first in range(0, N, block):
-            rows = slice(first, min(first + block, N))
-            own, seen = past + rows.start, past + rows.stop  # the first row's own key, and the last one's
-            size = max(1, most // (G * block * min(_BLOCK_KEYS, seen)))
-            for heads in (slice(at, min(at + size, B * K)) for at in range(0, B * K, size)):
-                query_part = query[heads, :, rows].flatten(1, 2)
-                found: _FromKeys | None = None
-                for stop in range(seen, 0, -_BLOCK_KEYS):  # the first of these blocks holds every row's own key
+        for start in range(0, N, block):
+            rows = slice(start, min(start + block, N))
+            first_own_key, keys_end = past + rows.start, past + rows.stop
+            heads_per_block = max(1, most_scores // (G * block * min(_BLOCK_KEYS, keys_end)))
+            for first_head in range(0, B * K, heads_per_block):
+                heads = slice(first_head, min(first_head + heads_per_block, B * K))
+                block_query = query[heads, :, rows].flatten(1, 2)
+                sums_of_rows: _KeySums | None = None
+                # The first block of keys, at the end, holds every row's own key.
+                for stop in range(keys_end, 0, -_BLOCK_KEYS):
                     keys = slice(max(0, stop - _BLOCK_KEYS), stop)
-                    hidden = later[: rows.stop - rows.start, : max(0, stop - own)]
-                    part = _from_keys(query_part, key[heads, keys], value[heads, keys], hidden, buffers)
-                    found = part if found is None else found.joined(part)
-                assert found is not None
-                out[heads, :, rows] = found.out.unflatten(1, (G, -1))
-                for of_all, of_part in zip(numbers, found[1:], strict=True):
-                    of_all[heads, :, rows] = of_part.unflatten(1, (G, -1))
-        largest, sums, products = numbers
+                    hidden = later[: rows.stop - rows.start, : max(0, stop - first_own_key)]
+                    block_sums = _key_sums(block_query, key[heads, keys], value[heads, keys], hidden, buffers)
+                    sums_of_rows = block_sums if sums_of_rows is None else sums_of_rows.joined(block_sums)
+                assert sums_of_rows is not None
+                out[heads, :, rows] = sums_of_rows.out.unflatten(1, (G, -1))
+                largest[heads, :, rows] = sums_of_rows.largest.unflatten(1, (G, -1))
+                sums[heads, :, rows] = sums_of_rows.sums.unflatten(1, (G, -1))
+                products[heads, :, rows] = sums_of_rows.products.unflatten(1, (G, -1))
         log_sums = sums.log2()
         entropy = log_sums.sub(products.div_(sums)).clamp_min_(0.0)
         out.div_(sums[..., None])
@@ -160,10 +162,10 @@ class CpuKernels:
         return out.unflatten(0, (B, K)), lse.reshape(B, H, N)
 
 
-class _FromKeys(NamedTuple):
-    """What queries (K, GN) have from some keys, at least one for each. With ``x`` a score in powers of two minus the
-    largest one, ``out`` is the sum of ``2^x v`` (K, GN, Dv), ``sums`` that of ``2^x``, and ``products`` that of
-    ``2^x x``.
+class _KeySums(NamedTuple):
+    """Sums over a block of keys for each query (K, GN), which sees at least one of them. With ``x`` a score in powers
+    of two minus the largest one, ``out`` is the sum of ``2^x v`` (K, GN, Dv), ``sums`` that of ``2^x``, and
+    ``products`` that of ``2^x x``.
     """
 
     out: Tensor
@@ -171,32 +173,33 @@ class _FromKeys(NamedTuple):
     sums: Tensor
     products: Tensor
 
-    def joined(self, other: _FromKeys) -> _FromKeys:
-        """Return the same from the keys of both."""
+    def joined(self, other: _KeySums) -> _KeySums:
+        """Return the sums over the keys of both."""
         largest = torch.maximum(self.largest, other.largest)
-        parts = []
-        for part in (self, other):
-            lower = part.largest - largest
-            share = lower.exp2()
-            products = share * (part.products + lower * part.sums)
-            parts.append((share[..., None] * part.out, share * part.sums, products))
-        out, sums, products = (ours + theirs for ours, theirs in zip(*parts, strict=True))
-        return _FromKeys(out, largest, sums, products)
+        ours, theirs = self._relative_to(largest), other._relative_to(largest)
+        return _KeySums(ours.out + theirs.out, largest, ours.sums + theirs.sums, ours.products + theirs.products)
+
+    def _relative_to(self, largest: Tensor) -> _KeySums:
+        """Return the sums if ``largest`` is subtracted from the scores instead."""
+        shift = self.largest - largest
+        share = shift.exp2()
+        products = share * (self.products + shift * self.sums)
+        return _KeySums(share[..., None] * self.out, largest, share * self.sums, products)
 
 
-def _from_keys(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, buffers: Tensor) -> _FromKeys:
-    """Return what queries (K, GN, D) have from keys (K, C, D), of whose last ones ``hidden`` (N, n) hides some. The
+def _key_sums(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, buffers: Tensor) -> _KeySums:
+    """Return the sums of queries (K, GN, D) over keys (K, C, D), of whose last ones ``hidden`` (N, n) hides some. The
     scores and weights are written to ``buffers``.
     """
     shape = *query.shape[:2], key.shape[1]
     scores, weights = (x[: math.prod(shape)].view(shape) for x in buffers)
     torch.bmm(query, key.mT, out=scores)
-    R, last = hidden.shape
-    scores.unflatten(1, (-1, R))[..., shape[2] - last :].masked_fill_(hidden, float("-inf"))
+    R, last_keys = hidden.shape
+    scores.unflatten(1, (-1, R))[..., shape[2] - last_keys :].masked_fill_(hidden, float("-inf"))
     largest = scores.amax(-1, keepdim=True)
     torch.exp2(scores.sub_(largest).clamp_(min=_LOWEST), out=weights)
     out = torch.bmm(weights, value)
-    return _FromKeys(out, largest[..., 0], weights.sum(-1), scores.mul_(weights).sum(-1))
+    return _KeySums(out, largest[..., 0], weights.sum(-1), scores.mul_(weights).sum(-1))
 
 
 class CudaKernels:
@@ -222,8 +225,8 @@ class CudaKernels:
 
     def causal(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         # cuDNN aligns causality to the first key, which differs where keys precede the first query.
-        whole = query.shape[2] == key.shape[2]
-        if self._cudnn is None or not whole or not self._prefers_cudnn(query, key, value):
+        is_whole_sequence = query.shape[2] == key.shape[2]
+        if self._cudnn is None or not is_whole_sequence or not self._prefers_cudnn(query, key, value):
             return self._call(query, key, value, scale, None)
         D = query.shape[-1]
         query, key, value = (_loadable(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value))
@@ -285,9 +288,9 @@ def _loadable(x_BNHD: Tensor) -> Tensor:
     """
     if missing := -x_BNHD.shape[-1] % _LOAD:
         return F.pad(x_BNHD, (0, missing))
-    steps = [step for size, step in zip(x_BNHD.shape, x_BNHD.stride(), strict=True) if size > 1]
-    aligned = steps[-1] == 1 and all(step % _LOAD == 0 for step in steps[:-1])
-    if aligned and x_BNHD.data_ptr() % (_LOAD * x_BNHD.element_size()) == 0:
+    strides = [stride for size, stride in zip(x_BNHD.shape, x_BNHD.stride(), strict=True) if size > 1]
+    has_aligned_rows = strides[-1] == 1 and all(stride % _LOAD == 0 for stride in strides[:-1])
+    if has_aligned_rows and x_BNHD.data_ptr() % (_LOAD * x_BNHD.element_size()) == 0:
         return x_BNHD
     return x_BNHD.clone(memory_format=torch.contiguous_format)
 
@@ -328,11 +331,12 @@ def _agree(kernels: CudaKernels, device: torch.device, width: int, groups: int) 
     )
     scale = width**-0.5
     position = torch.arange(tokens, device=device)
-    seen = position <= position[:, None]
-    in_band = seen & (position > position[:, None] - band)
+    is_seen = position <= position[:, None]
+    is_in_band = is_seen & (position > position[:, None] - band)
     try:
-        results = kernels.causal(query, key, value, scale), kernels.band(query, key, value, scale, band)
-        late, _ = kernels.causal(query[:, :, band:], key, value, scale)
+        out, lse = kernels.causal(query, key, value, scale)
+        band_out, band_lse = kernels.band(query, key, value, scale, band)
+        last_out, _ = kernels.causal(query[:, :, band:], key, value, scale)
     except (RuntimeError, TypeError) as problem:
         if isinstance(problem, RuntimeError) and is_out_of_memory(problem):
             raise  # running out of memory is temporary and no evidence against the kernels
@@ -340,28 +344,28 @@ def _agree(kernels: CudaKernels, device: torch.device, width: int, groups: int) 
         return False
     scores = scale * query.float() @ key.float().repeat_interleave(groups, 1).mT
     bound = 8 * torch.finfo(dtype).eps
-    full = scores.masked_fill(~seen, float("-inf"))
-    windowed = scores.masked_fill(~in_band, float("-inf"))
+    causal_scores = scores.masked_fill(~is_seen, float("-inf"))
+    band_scores = scores.masked_fill(~is_in_band, float("-inf"))
     values = value.float().repeat_interleave(groups, 1)
-    out, out_band = full.softmax(-1) @ values, windowed.softmax(-1) @ values
-    right = (
-        torch.allclose(results[0][0].flatten(1, 2).float(), out, rtol=bound, atol=bound)
-        and torch.allclose(late.flatten(1, 2).float(), out[:, :, band:], rtol=bound, atol=bound)
-        and torch.allclose(results[0][1].float(), full.logsumexp(-1), rtol=bound, atol=bound)
-        and torch.allclose(results[1][0].flatten(1, 2).float(), out_band, rtol=bound, atol=bound)
-        and torch.allclose(results[1][1].float(), windowed.logsumexp(-1), rtol=bound, atol=bound)
+    expected_out, expected_band_out = causal_scores.softmax(-1) @ values, band_scores.softmax(-1) @ values
+    agrees = (
+        torch.allclose(out.flatten(1, 2).float(), expected_out, rtol=bound, atol=bound)
+        and torch.allclose(last_out.flatten(1, 2).float(), expected_out[:, :, band:], rtol=bound, atol=bound)
+        and torch.allclose(lse.float(), causal_scores.logsumexp(-1), rtol=bound, atol=bound)
+        and torch.allclose(band_out.flatten(1, 2).float(), expected_band_out, rtol=bound, atol=bound)
+        and torch.allclose(band_lse.float(), band_scores.logsumexp(-1), rtol=bound, atol=bound)
     )
-    if not right:
+    if not agrees:
         _log.warning("%s gives wrong numbers on %s and is not used", kernels, device)
-    return right
+    return agrees
 
 
 def _band_mask(like: Tensor, start: int, stop: int, first: int, width: int) -> Tensor:
     """Return the additive mask (stop - start, stop - first) of queries from ``start`` on keys from ``first``."""
     query = torch.arange(start, stop, device=like.device)[:, None]
     key = torch.arange(first, stop, device=like.device)
-    seen = (key <= query) & (key > query - width)
-    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill(~seen, float("-inf"))
+    is_seen = (key <= query) & (key > query - width)
+    return torch.zeros(is_seen.shape, dtype=like.dtype, device=like.device).masked_fill(~is_seen, float("-inf"))
 
 
 @dataclass(frozen=True)
@@ -372,7 +376,7 @@ class FusedPass:
         centred_BKND: The keys minus the first key.
         lse_BHN: Log-sum-exp of the scores on `key_BKND`.
         past: Number of keys before the first query's own.
-        own_entropy_BHN: Entropy of the weights on the keys; None if the output came without it.
+        entropy_with_output_BHN: Entropy of the weights on the keys; None if the output came without it.
         log_share_BHN: Logarithm of the weight that a learned sink leaves the keys; None without a learned sink.
     """
 
@@ -385,7 +389,7 @@ class FusedPass:
     widths: MassWidths
     window: int | None
     past: int
-    own_entropy_BHN: Tensor | None
+    entropy_with_output_BHN: Tensor | None
     log_share_BHN: Tensor | None
 
     @cached_property
@@ -413,8 +417,8 @@ class FusedPass:
 
     def entropy(self) -> Tensor:
         """Return the entropy of each query's weights on the keys (B, H, N)."""
-        if self.own_entropy_BHN is not None:
-            return self.own_entropy_BHN
+        if self.entropy_with_output_BHN is not None:
+            return self.entropy_with_output_BHN
         mean_key, _ = _call(self.kernels, self.query_BHND, self.key_BKND, self.centred_BKND, self.scale, self.window)
         mean_score = self.scale * (self._wide_query_BKGND * widened(mean_key)).sum(-1).flatten(1, 2)
         return (self.centred_lse_BHN - mean_score).clamp_min(0.0)
@@ -437,8 +441,8 @@ class FusedPass:
         if recent + self.widths.sink >= weights.shape[2] or (self.window is not None and recent >= self.window):
             return (1.0 - self.sink_mass_BHN).clamp_min(0.0)  # every key outside the sink is recent
         lse = self.kernels.band(self.query_BHND, self.key_BKND, self.key_BKND, self.scale, recent)[1]
-        of_sink = torch.where(self._within(weights, recent), weights, 0.0).sum(-1)
-        return ((lse - self.lse_BHN).exp() - of_sink).clamp_min(0.0)
+        recent_sink_mass = torch.where(self._within(weights, recent), weights, 0.0).sum(-1)
+        return ((lse - self.lse_BHN).exp() - recent_sink_mass).clamp_min(0.0)
 
     def _within(self, like_BHNF: Tensor, width: int | None) -> Tensor:
         """Return which of the first keys are among a query's last ``width`` keys, bool (N, F); None means all keys."""
@@ -479,26 +483,24 @@ def attend_fused(
         window = None
     first_key = key_BKND[:, :, :1]
     centred = key_BKND - first_key
-    exact = kernels.dtype is None
-    key = centred if exact else key_BKND
-    own_entropy = None
+    has_wide_kernels = kernels.dtype is None
+    key = centred if has_wide_kernels else key_BKND
+    out_lse_entropy, entropy = None, None
     # The blocks are written in place, so gradients need the fused calls.
-    plain = window is None and not differentiated(query_BHND, key, value_BKND)
-    together = (
-        kernels.causal_with_entropy(query_BHND, key, value_BKND, scale) if numbers_with_output and plain else None
-    )
-    if together is not None:
-        grouped_out, lse, own_entropy = together
+    if numbers_with_output and window is None and not differentiated(query_BHND, key, value_BKND):
+        out_lse_entropy = kernels.causal_with_entropy(query_BHND, key, value_BKND, scale)
+    if out_lse_entropy is not None:
+        grouped_out, lse, entropy = out_lse_entropy
     else:
         grouped_out, lse = _call(kernels, query_BHND, key, value_BKND, scale, window)
     # (B, H, N, D), stored as (B, N, H, D): models transpose the output next, which then copies nothing.
     out = grouped_out.permute(0, 3, 1, 2, 4).flatten(2, 3).transpose(1, 2)
     log_share = None
     if sinks_BHN is not None:
-        true_lse = lse + _scores_on_one(query_BHND, first_key, scale) if exact else lse
+        true_lse = lse + _scores_on_one(query_BHND, first_key, scale) if has_wide_kernels else lse
         log_share = F.logsigmoid(true_lse - sinks_BHN.to(lse.dtype))
         out = (out * log_share.exp()[..., None]).to(out.dtype)
-    fused = FusedPass(kernels, query_BHND, key, centred, lse, scale, widths, window, past, own_entropy, log_share)
+    fused = FusedPass(kernels, query_BHND, key, centred, lse, scale, widths, window, past, entropy, log_share)
     return out, fused
 
 
@@ -520,5 +522,5 @@ def _call(
 
 def _scores_on_one(query_BHND: Tensor, key_BK1D: Tensor, scale: float) -> Tensor:
     """Return the score of each query on one key (B, H, N)."""
-    grouped = widened(query_BHND).unflatten(1, (key_BK1D.shape[1], -1))
-    return scale * (grouped * widened(key_BK1D)[:, :, None]).sum(-1).flatten(1, 2)
+    query_BKGND = widened(query_BHND).unflatten(1, (key_BK1D.shape[1], -1))
+    return scale * (query_BKGND * widened(key_BK1D)[:, :, None]).sum(-1).flatten(1, 2)

@@ -60,18 +60,18 @@ def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None
     """Set the attention implementation of a model; restore it on exit. Models inside the model are set, too."""
     _register()
     configs = {
-        id(part.config): part.config
-        for part in _modules(model)
-        if isinstance(part, PreTrainedModel) and part._can_set_attn_implementation()
+        id(module.config): module.config
+        for module in _modules(model)
+        if isinstance(module, PreTrainedModel) and module._can_set_attn_implementation()
     }
-    before = [(config, config._attn_implementation) for config in configs.values()]
+    previous = [(config, config._attn_implementation) for config in configs.values()]
     try:
-        # `set_attn_implementation` would warn about parts without one, and lose the implementation of each part.
-        for config, _ in before:
+        # `set_attn_implementation` would warn about models without one, and lose the implementation of each model.
+        for config, _ in previous:
             config._attn_implementation_internal = name
         yield
     finally:
-        for config, implementation in before:
+        for config, implementation in previous:
             config._attn_implementation_internal = implementation
 
 
@@ -79,7 +79,7 @@ def _register() -> None:
     """Register the three names with transformers, once."""
     if IMPLEMENTATION not in AttentionInterface():
         for name, mask in ((IMPLEMENTATION, _unwindowed_mask), (MASKED, sdpa_mask), (PROBE, _probe_mask)):
-            AttentionInterface.register(name, _forward)
+            AttentionInterface.register(name, _attention_function)
             AttentionMaskInterface.register(name, mask)
 
 
@@ -92,8 +92,8 @@ def _unwindowed_mask(
     *, allow_is_causal_skip: bool = True, local_size: int | None = None, **kwargs: Any
 ) -> Tensor | None:
     """Return None if attention is plainly causal, with or without a window."""
-    local_size = None if allow_is_causal_skip else local_size
-    return sdpa_mask(allow_is_causal_skip=allow_is_causal_skip, local_size=local_size, **kwargs)
+    mask_window = None if allow_is_causal_skip else local_size
+    return sdpa_mask(allow_is_causal_skip=allow_is_causal_skip, local_size=mask_window, **kwargs)
 
 
 def _probe_mask(*, allow_is_causal_skip: bool = True, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
@@ -103,7 +103,7 @@ def _probe_mask(*, allow_is_causal_skip: bool = True, local_size: int | None = N
     return mask
 
 
-def _forward(
+def _attention_function(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -118,6 +118,7 @@ def _forward(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
+    """Pass a module's attention call to the session of the module; transformers gives these arguments."""
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True) and getattr(getattr(module, "config", None), "is_causal", True)
     call = ScoredCall(
@@ -265,8 +266,8 @@ AttentionObserver = Callable[[AttentionSite, AttentionCall], Tensor | None]
 OutputVisitor = Callable[[AttentionSite, Tensor], Tensor | None]
 
 
-class _Dispatch:
-    """A session that shows a layer's attention to every observer."""
+class _ObserverSession:
+    """The session of an attention hook, which shows each layer's attention to every observer."""
 
     def __init__(self, sites: dict[nn.Module, AttentionSite]) -> None:
         self.sites = sites
@@ -277,8 +278,9 @@ class _Dispatch:
         refuse_training(module)
         call = call.placed(causal=site.causal, cross=site.kind == "cross")
         with without_autocast(call.device):
-            outs = [out for observer in self.observers if (out := observer(site, call)) is not None]
-            return outs[-1] if outs else call.output()
+            outputs = [observer(site, call) for observer in self.observers]
+            computed = [output for output in outputs if output is not None]
+            return computed[-1] if computed else call.output()
 
     def sequences(self, module: nn.Module, rows: int) -> int:
         return rows // self.sites[module].num_attention_heads
@@ -296,11 +298,11 @@ def refuse_compiled(lm: LoadedModel) -> None:
 
 def _modules(model: nn.Module) -> Iterator[nn.Module]:
     """Yield all modules of a model. `nn.Module.modules` composes names, which takes milliseconds of every pass."""
-    left: list[nn.Module | None] = [model]
-    while left:
-        if (module := left.pop()) is not None:
+    waiting: list[nn.Module | None] = [model]
+    while waiting:
+        if (module := waiting.pop()) is not None:
             yield module
-            left += module._modules.values()
+            waiting += module._modules.values()
 
 
 def refuse_training(model: nn.Module) -> None:
@@ -319,31 +321,32 @@ def attention_hook(lm: LoadedModel, observer: AttentionObserver) -> Iterator[Non
     """Show every attention call to ``observer``, in addition to others; only one thread may use hooks on a model."""
     refuse_compiled(lm)
     refuse_training(lm.model)
-    with watched_attention(lm.model, lm.grid, observer):
+    with observed_attention(lm.model, lm.grid, observer):
         yield
 
 
 @contextmanager
-def watched_attention(model: PreTrainedModel, grid: HeadGrid, observer: AttentionObserver) -> Iterator[None]:
-    """`attention_hook` of a model that is not loaded yet."""
+def observed_attention(model: PreTrainedModel, grid: HeadGrid, observer: AttentionObserver) -> Iterator[None]:
+    """Show every attention call to ``observer``. `attention_hook` does so for a loaded model, discovery for a model
+    that it is about to load.
+    """
     if not grid.sites:
         yield  # some layers of a hybrid
         return
-    modules = {model.get_submodule(site.path): site for site in grid.sites}
-    dispatch = SESSIONS.get(next(iter(modules)))
-    assert dispatch is None or isinstance(dispatch, _Dispatch)
+    sites = {model.get_submodule(site.path): site for site in grid.sites}
+    session = SESSIONS.get(next(iter(sites)))
+    assert session is None or isinstance(session, _ObserverSession)
     with ExitStack() as cleanup:
-        if dispatch is None:
-            dispatch = _Dispatch(modules)
-            by_interface = [module for module, site in modules.items() if site.by_interface]
-            watched = [module for module, site in modules.items() if not site.by_interface]
-            if by_interface:
+        if session is None:
+            session = _ObserverSession(sites)
+            cleanup.enter_context(open_session(sites, session))
+            if any(site.by_interface for site in grid.sites):
                 cleanup.enter_context(attention_implementation(model, grid.implementation))
-            cleanup.enter_context(open_session(modules, dispatch))
-            if watched:
-                cleanup.enter_context(Interceptor(dispatch.attend, watched, dispatch.sequences))
-        dispatch.observers.append(observer)
-        cleanup.callback(dispatch.observers.remove, observer)
+            intercepted = [module for module, site in sites.items() if not site.by_interface]
+            if intercepted:
+                cleanup.enter_context(Interceptor(session.attend, intercepted, session.sequences))
+        session.observers.append(observer)
+        cleanup.callback(session.observers.remove, observer)
         yield
 
 
@@ -355,10 +358,10 @@ def output_hook(lm: LoadedModel, visit: OutputVisitor) -> Iterator[None]:
 
     def hook(site: AttentionSite, projection: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         refuse_training(projection)
-        heads = args[0].unflatten(-1, (site.num_attention_heads, site.value_dim))
-        with without_autocast(heads.device):
-            changed = visit(site, heads)
-        return None if changed is None else (changed.flatten(-2), *args[1:])
+        outputs_BNHD = args[0].unflatten(-1, (site.num_attention_heads, site.value_dim))
+        with without_autocast(outputs_BNHD.device):
+            replacement_BNHD = visit(site, outputs_BNHD)
+        return None if replacement_BNHD is None else (replacement_BNHD.flatten(-2), *args[1:])
 
     with ExitStack() as cleanup:
         for site in lm.grid.sites:

@@ -249,7 +249,7 @@ def kv_damages_by_sequence(
     measured: dict[int, Tensor] = {}
     batch_tokens = pass_tokens(lm.device.type, batch_tokens)
     for batch in whole_batches([tokens[row] for row in long], batch_tokens, lm.rope_lengths.group):
-        rows = [long[index] for index in batch.rows]
+        rows = [long[index] for index in batch.sequence_indices]
         for part, values in run_halving(rows, measure, tokens, lm.limits["kv_damage"]):
             measured.update(zip(part, values, strict=True))
     finite = torch.stack(list(measured.values())).isfinite()

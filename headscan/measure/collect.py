@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,58 +36,61 @@ _MOST_ADDED = 4
 
 
 def token_ids(
-    lm: LoadedModel, given: TokenIds, lengths: Tensor | Sequence[int] | None
+    lm: LoadedModel, inputs: TokenIds, lengths: Tensor | Sequence[int] | None
 ) -> tuple[Tensor, Tensor | Sequence[int] | None]:
     """Return token ids (B, N), padded on the right, and lengths (B,); texts get the model's own special tokens."""
-    if isinstance(given, str):
-        raise SequenceError(f"input_ids is one text: {given[:20]!r}. Pass a list of texts")
-    if isinstance(given, np.ndarray) and given.dtype.kind in "iu":
-        given = torch.from_numpy(given.astype(np.int64, copy=False))
-    if isinstance(given, Tensor):
-        return given, lengths
-    if not isinstance(given, Sequence) or not given or not all(isinstance(row, str | Sequence) for row in given):
+    if isinstance(inputs, str):
+        raise SequenceError(f"input_ids is one text: {inputs[:20]!r}. Pass a list of texts")
+    if isinstance(inputs, np.ndarray) and inputs.dtype.kind in "iu":
+        inputs = torch.from_numpy(inputs.astype(np.int64, copy=False))
+    if isinstance(inputs, Tensor):
+        return inputs, lengths
+    if not isinstance(inputs, Sequence) or not inputs or not all(isinstance(each, str | Sequence) for each in inputs):
         raise SequenceError(
             "input_ids is no integer array of shape (sequences, tokens). Pass torch.tensor(ids) or a list of texts"
         )
     if lengths is not None:
         raise SequenceError("lengths are given next to texts or lists, which have their own. Leave out lengths")
-    rows = [lm.require_tokenizer()(row)["input_ids"] if isinstance(row, str) else list(row) for row in given]
-    for place, (text, row) in enumerate(zip(given, rows, strict=True)):
-        own = row
-        if isinstance(text, str) and len(row) <= _MOST_ADDED:
-            own = lm.require_tokenizer()(text, add_special_tokens=False)["input_ids"]
-        if not own:
-            raise SequenceError(f"sequence {place} has no token of its own: {text!r}. Leave it out")
-    return pad(rows)
+    sequences: list[list[int]] = []
+    for index, text in enumerate(inputs):
+        ids: list[Any] = lm.require_tokenizer()(text)["input_ids"] if isinstance(text, str) else list(text)
+        ids_of_text = ids
+        if isinstance(text, str) and len(ids) <= _MOST_ADDED:
+            ids_of_text = lm.require_tokenizer()(text, add_special_tokens=False)["input_ids"]
+        if not ids_of_text:
+            raise SequenceError(f"sequence {index} has no token of its own: {text!r}. Leave it out")
+        sequences.append(ids)
+    return pad(sequences)
 
 
 def find_nonfinite(
     grid: HeadGrid, values: Mapping[str, Tensor], lengths: Tensor, key_lengths: Tensor
 ) -> dict[str, Tensor]:
     """Return where statistics (B, L, H) and profiles (B, L, H, bins) are unexpectedly not finite: bool (B, L, H)."""
-    exists = torch.zeros(grid.shape, dtype=torch.bool)
+    exists_LH = torch.zeros(grid.shape, dtype=torch.bool)
     for site in grid.sites:
-        exists[site.layer, : site.num_attention_heads] = True
-    by_definition = undefined(values.keys(), lengths, key_lengths, cross=grid.kind == "cross")
-    wrong = {}
-    for name, numbers in values.items():
-        finite = numbers.isfinite() if numbers.ndim == 3 else numbers.isfinite().all(-1)
-        wrong[name] = ~finite & exists
-        if name in by_definition:
-            wrong[name] &= ~by_definition[name][:, None, None]
-    return wrong
+        exists_LH[site.layer, : site.num_attention_heads] = True
+    undefined_B = undefined(values.keys(), lengths, key_lengths, cross=grid.kind == "cross")
+    nonfinite = {}
+    for name, statistic in values.items():
+        finite_BLH = statistic.isfinite() if statistic.ndim == 3 else statistic.isfinite().all(-1)
+        nonfinite[name] = ~finite_BLH & exists_LH
+        if name in undefined_B:
+            nonfinite[name] &= ~undefined_B[name][:, None, None]
+    return nonfinite
 
 
-def first_nonfinite(wrong: Mapping[str, Tensor]) -> tuple[str, int, int] | None:
+def first_nonfinite(nonfinite: Mapping[str, Tensor]) -> tuple[str, int, int] | None:
     """Return name, layer and sequence of the lowest marked layer, or None; later layers compute with its numbers."""
-    if not wrong:
+    if not nonfinite:
         return None
-    anywhere = torch.stack([where.any(2) for where in wrong.values()]).any(0)
-    if not anywhere.any():
+    in_layer_BL = torch.stack([marks_BLH.any(2) for marks_BLH in nonfinite.values()]).any(0)
+    if not in_layer_BL.any():
         return None
-    layer = int(anywhere.any(0).nonzero()[0])
-    row = int(anywhere[:, layer].nonzero()[0])
-    return next(name for name, where in wrong.items() if where[row, layer].any()), layer, row
+    layer = int(in_layer_BL.any(0).nonzero()[0])
+    sequence = int(in_layer_BL[:, layer].nonzero()[0])
+    name = next(name for name, marks_BLH in nonfinite.items() if marks_BLH[sequence, layer].any())
+    return name, layer, sequence
 
 
 def collect(
@@ -135,9 +139,9 @@ def collect(
         if wanted & OUTPUT_STATISTICS.keys():
             hooks.enter_context(output_hook(lm, collector.on_outputs))
         run_forward(lm.model, batch.inputs, batch.for_hooks)
-    elsewhere = dict.fromkeys((*STATISTICS, *PROFILES), "Name it in the argument statistics of collect")
-    elsewhere |= dict.fromkeys(SCORES.keys() - elsewhere, "Call headscan.score, which derives scores from statistics")
-    return NamedValues("statistic", collector.stacked(), elsewhere)
+    advice = dict.fromkeys((*STATISTICS, *PROFILES), "Name it in the argument statistics of collect")
+    advice |= dict.fromkeys(SCORES.keys() - advice, "Call headscan.score, which derives scores from statistics")
+    return NamedValues("statistic", collector.stacked(), advice)
 
 
 @dataclass(frozen=True)
@@ -173,20 +177,20 @@ class _Batch:
             for_hooks = {"attention_mask": _mask(ids, lengths)} if causal else {}
             return cls(inputs, for_hooks, lengths, lengths, ids)
         if decoder_input_ids is None:
-            decoder_ids, decoder_real = ids, lengths
+            decoder_ids, real_decoder_lengths = ids, lengths
         else:
-            decoder_ids, decoder_real = check_ids(lm, decoder_input_ids, decoder_lengths)
+            decoder_ids, real_decoder_lengths = check_ids(lm, decoder_input_ids, decoder_lengths)
             if len(decoder_ids) != len(ids):
                 raise SequenceError(
                     f"batch sizes of encoder and decoder differ: {len(ids)}, {len(decoder_ids)}. Pass equal ones"
                 )
         inputs = batch_kwargs(ids, lengths, causal=False, decoder_input_ids=decoder_ids)
-        for_hooks = {"decoder_attention_mask": _mask(decoder_ids, decoder_real)}
+        for_hooks = {"decoder_attention_mask": _mask(decoder_ids, real_decoder_lengths)}
         if lm.grid.kind == "encoder":
             return cls(inputs, for_hooks, lengths, lengths, ids)
         if lm.grid.kind == "cross":
-            return cls(inputs, for_hooks, decoder_real, lengths, ids)
-        return cls(inputs, for_hooks, decoder_real, decoder_real, decoder_ids)
+            return cls(inputs, for_hooks, real_decoder_lengths, lengths, ids)
+        return cls(inputs, for_hooks, real_decoder_lengths, real_decoder_lengths, decoder_ids)
 
 
 def _mask(ids: Tensor, lengths: Tensor) -> Tensor:
@@ -267,46 +271,54 @@ class _Collector:
         self.measured: dict[tuple[str, int], Tensor] = {}
 
     def on_attention(self, site: AttentionSite, call: AttentionCall) -> Tensor:
-        out, numbers = call.measure(self._request(call.device))
-        self._keep(site, numbers)
-        return out
+        output, statistics = call.measure(self._request(call.device))
+        self._keep(site, statistics)
+        return output
 
     def on_outputs(self, site: AttentionSite, outputs_BNHD: Tensor) -> None:
         device = outputs_BNHD.device
-        factor = None if self.factors is None else self.factors.of(site).to(device)
-        self._keep(site, output_statistics(outputs_BNHD, self._request(device).over_queries, self.wanted, factor))
+        factor_HDD = None if self.factors is None else self.factors.of(site).to(device)
+        over_tokens = self._request(device).over_queries
+        self._keep(site, output_statistics(outputs_BNHD, over_tokens, self.wanted, factor_HDD))
 
     def stacked(self) -> dict[str, Tensor]:
         """Return all statistics as (B, L, H) or (B, L, H, bins)."""
-        shape = (len(self.batch.lengths), *self.lm.grid.shape)
+        B, (L, H) = len(self.batch.lengths), self.lm.grid.shape
         measured = on_cpu(self.measured)
-        nowhere = torch.zeros(shape[0], dtype=torch.bool)
+        defined_for_all_B = torch.zeros(B, dtype=torch.bool)
         stacked: dict[str, Tensor] = {}
         for name in (*STATISTICS, *PROFILES):
             if name not in self.wanted:
                 continue
             bins = (len(PROFILES[name].bins),) if name in PROFILES else ()
-            absent = torch.full((shape[0], shape[2], *bins), float("nan"))
-            exempt = self.undefined.get(name, nowhere)
-            layers = [absent] * shape[1]
+            no_heads = torch.full((B, H, *bins), float("nan"))
+            undefined_B = self.undefined.get(name, defined_for_all_B)
+            layers = [no_heads] * L
             for site in self.lm.grid.sites:
-                if (values := measured.get((name, site.layer))) is not None:
-                    missing = absent[:, site.num_attention_heads :]
-                    layers[site.layer] = torch.cat([values, missing], 1) if missing.numel() else values
-                elif not exempt.all():
+                values = measured.get((name, site.layer))
+                if values is not None:
+                    missing_heads = no_heads[:, site.num_attention_heads :]
+                    layers[site.layer] = torch.cat([values, missing_heads], 1) if missing_heads.numel() else values
+                elif not undefined_B.all():
                     raise UnsupportedModelError(
                         f"layer {site.layer} did not run, so it has no {name}. Load a model that runs all layers"
                     )
             stacked[name] = torch.stack(layers, 1)
-        finite = all(math.isfinite(float(values.sum())) for values in stacked.values())
-        wrong = {} if self.keep_nonfinite or finite else find_nonfinite(self.lm.grid, stacked, *self.lengths)
-        if first := first_nonfinite(wrong):
-            name, layer, row = first
-            raise NotFiniteError(
-                f"{name} is not finite: NaN or infinite in layer {layer}, sequence {row} of the batch. Load the model "
-                "in another dtype, or pass `keep_nonfinite=True`"
-            )
+        if not self.keep_nonfinite:
+            self._refuse_nonfinite(stacked)
         return stacked
+
+    def _refuse_nonfinite(self, stacked: dict[str, Tensor]) -> None:
+        # A sum that is finite spares the search; that of NaN for heads that a layer lacks is not.
+        if all(math.isfinite(float(values.sum())) for values in stacked.values()):
+            return
+        first = first_nonfinite(find_nonfinite(self.lm.grid, stacked, *self.lengths))
+        if first is not None:
+            name, layer, sequence = first
+            raise NotFiniteError(
+                f"{name} is not finite: NaN or infinite in layer {layer}, sequence {sequence} of the batch. Load the "
+                "model in another dtype, or pass `keep_nonfinite=True`"
+            )
 
     def _request(self, device: torch.device) -> AttentionRequest:
         """Return the request on a device; its masks are made once for all layers there."""
@@ -314,5 +326,5 @@ class _Collector:
             self._requests[device] = next(iter(self._requests.values())).on(device)
         return self._requests[device]
 
-    def _keep(self, site: AttentionSite, numbers: dict[str, Tensor]) -> None:
-        self.measured.update({(name, site.layer): values for name, values in numbers.items()})
+    def _keep(self, site: AttentionSite, statistics: dict[str, Tensor]) -> None:
+        self.measured.update({(name, site.layer): values for name, values in statistics.items()})

@@ -22,32 +22,31 @@ def run_forward(model: PreTrainedModel, inputs: dict[str, Any], for_hooks: Mappi
     are further arguments that forward pre-hooks see and the model does not receive.
     """
     body = model.base_model
-    known = inspect.signature(body.forward).parameters
-    cacheless = {"use_cache": False} if "use_cache" in known or "kwargs" in known else {}
-    hidden = dict(for_hooks or {})
+    parameters = inspect.signature(body.forward).parameters
+    cacheless = {"use_cache": False} if "use_cache" in parameters or "kwargs" in parameters else {}
+    hook_inputs = dict(for_hooks or {})
 
-    def drop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return args, {name: value for name, value in kwargs.items() if name not in hidden}
+    def drop_hook_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return args, {name: value for name, value in kwargs.items() if name not in hook_inputs}
 
     # Pre-hooks run in order of registration: all others see the arguments before this one drops them.
-    dropping = body.register_forward_pre_hook(drop, with_kwargs=True) if hidden else nullcontext()
+    dropping = body.register_forward_pre_hook(drop_hook_inputs, with_kwargs=True) if hook_inputs else nullcontext()
     with dropping, without_autocast(input_device(model)):
-        return body(**{**cacheless, **inputs, **hidden})
+        return body(**{**cacheless, **inputs, **hook_inputs})
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Turn ``torch.autocast`` off on a device, because it rounds operands of matrix products to half precision."""
-    kind = device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
         return nullcontext()
-    return torch.autocast(kind, enabled=False)
+    return torch.autocast(device.type, enabled=False)
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
     """Return the device of token ids, also with an offloaded embedding."""
     embeddings: Any = model.get_input_embeddings()
-    hook = getattr(embeddings, "_hf_hook", None)
-    device = getattr(hook, "execution_device", None)
+    accelerate_hook = getattr(embeddings, "_hf_hook", None)
+    device = getattr(accelerate_hook, "execution_device", None)
     return embeddings.weight.device if device is None else torch.device(device)
 
 
@@ -90,21 +89,21 @@ class TokenMeans:
 
     def means(self, values: Sequence[Tensor], skip_first: Sequence[bool]) -> Tensor:
         """Return the means of several numbers, (B, H, N) each: (numbers, B, H); NaN for one token without its first."""
-        together = values[0][None] if len(values) == 1 else torch.stack([each.float() for each in values])
-        real, counts = self._real(together.shape[-1], tuple(skip_first))
+        stacked = values[0][None] if len(values) == 1 else torch.stack([values_BHN.float() for values_BHN in values])
+        real, counts = self._counted_tokens(stacked.shape[-1], tuple(skip_first))
         # `where` instead of a product, since numbers at padding may be NaN.
-        return torch.where(real, together.float(), 0.0).sum(-1) / counts
+        return torch.where(real, stacked.float(), 0.0).sum(-1) / counts
 
     def real(self, tokens: int) -> Tensor:
         """Return which tokens are real, bool (B, N)."""
-        return self._real(tokens, (False,))[0][0, :, 0]
+        return self._counted_tokens(tokens, (False,))[0][0, :, 0]
 
-    def _real(self, tokens: int, skip_first: tuple[bool, ...]) -> tuple[Tensor, Tensor]:
+    def _counted_tokens(self, tokens: int, skip_first: tuple[bool, ...]) -> tuple[Tensor, Tensor]:
         """Return the tokens that count for each mean (means, B, 1, N), and their numbers (means, B, 1)."""
         if (tokens, skip_first) not in self._masks:
             real = real_tokens(self.lengths, tokens)
-            rest = real & (torch.arange(tokens, device=real.device) > 0)
-            masks = torch.stack([rest if skip else real for skip in skip_first])[:, :, None]
+            after_first = real & (torch.arange(tokens, device=real.device) > 0)
+            masks = torch.stack([after_first if skip else real for skip in skip_first])[:, :, None]
             counts = torch.stack([self.lengths - int(skip) for skip in skip_first])[..., None]
             self._masks[tokens, skip_first] = masks, counts
         return self._masks[tokens, skip_first]
@@ -132,9 +131,10 @@ _Key = TypeVar("_Key", bound=Hashable)
 def on_cpu(measured: Mapping[_Key, Tensor]) -> dict[_Key, Tensor]:
     """Copy the numbers to the CPU, with one blocking copy per device."""
     copies: dict[_Key, Tensor] = {}
-    for kind in {(values.device, values.dtype) for values in measured.values()}:
-        here = {key: values for key, values in measured.items() if (values.device, values.dtype) == kind}
-        together = torch.cat([values.flatten() for values in here.values()]).cpu()
-        parts = together.split([values.numel() for values in here.values()])
-        copies.update((key, part.view(here[key].shape)) for key, part in zip(here, parts, strict=True))
+    for device, dtype in {(values.device, values.dtype) for values in measured.values()}:
+        tensors = {key: values for key, values in measured.items() if (values.device, values.dtype) == (device, dtype)}
+        flat = torch.cat([values.flatten() for values in tensors.values()]).cpu()
+        flat_copies = flat.split([values.numel() for values in tensors.values()])
+        for (key, values), flat_copy in zip(tensors.items(), flat_copies, strict=True):
+            copies[key] = flat_copy.view(values.shape)
     return copies

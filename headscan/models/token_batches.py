@@ -56,9 +56,9 @@ def return_freed_memory() -> None:
 
 def trim_heap() -> None:
     """Return freed RAM to the system, in under a millisecond; glibc keeps holes that later tensors may not fit into."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 def one_sequence_too_many() -> MemoryLimitError:
@@ -114,8 +114,8 @@ def batches(
         if batch:
             longest = lengths[batch[0]]
             padding += longest - lengths[index]
-            other = groups is not None and groups[index] != groups[batch[0]]
-            if other or padding > pass_cost or (len(batch) + 1) * longest > batch_tokens:
+            is_of_other_group = groups is not None and groups[index] != groups[batch[0]]
+            if is_of_other_group or padding > pass_cost or (len(batch) + 1) * longest > batch_tokens:
                 yield batch
                 batch, padding = [], 0
         batch.append(index)
@@ -125,24 +125,26 @@ def batches(
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of one batch, in one or several passes, padded to ``width`` tokens (N). A half keeps the width of the
-    whole batch, since its hidden states have it.
+    """Sequences of one batch, by index in the list of all, padded to ``width`` tokens (N). A half keeps the width of
+    the whole batch, since its hidden states have it.
     """
 
-    rows: tuple[int, ...]
+    sequence_indices: tuple[int, ...]
     width: int
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.sequence_indices)
 
     @property
     def tokens(self) -> int:
-        return len(self.rows) * self.width
+        return len(self.sequence_indices) * self.width
 
     def halves(self) -> tuple[Batch, ...]:
         """Return two smaller batches; none for a single sequence."""
-        middle = len(self.rows) // 2
-        return (Batch(self.rows[:middle], self.width), Batch(self.rows[middle:], self.width)) if middle else ()
+        middle = len(self.sequence_indices) // 2
+        if not middle:
+            return ()
+        return Batch(self.sequence_indices[:middle], self.width), Batch(self.sequence_indices[middle:], self.width)
 
 
 def whole_batches(
@@ -152,8 +154,8 @@ def whole_batches(
     `RopeLengths.group`, never share one.
     """
     groups = [rope_group(tokens) for tokens in lengths]
-    of_rows = batches(lengths, batch_tokens, pass_cost=pass_cost, groups=groups)
-    return [Batch(tuple(rows), lengths[rows[0]]) for rows in of_rows]
+    index_lists = batches(lengths, batch_tokens, pass_cost=pass_cost, groups=groups)
+    return [Batch(tuple(indices), lengths[indices[0]]) for indices in index_lists]
 
 
 def run_halving(
@@ -172,4 +174,4 @@ def run_halving(
             limit.ran_out(tokens)
         release_memory()
     middle = len(batch) // 2
-    return [result for half in (batch[:middle], batch[middle:]) for result in run_halving(half, run, lengths, limit)]
+    return [*run_halving(batch[:middle], run, lengths, limit), *run_halving(batch[middle:], run, lengths, limit)]

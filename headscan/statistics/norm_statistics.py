@@ -146,24 +146,25 @@ class ProjectionFactors:
     """
 
     def __init__(self, lm: LoadedModel) -> None:
-        self._lm, self._kept = lm, lm.projection_factors
-        factors: dict[object, Tensor] = {}
-        sums = {site.output_projection: _checksum(lm.module(site.output_projection), factors) for site in lm.grid.sites}
-        self._sums: dict[str, float | None] = dict.fromkeys(sums)
-        known = {path: total for path, total in sums.items() if total is not None}
-        self._sums |= {path: float(total) for path, total in on_cpu(known).items()}
-        for path, total in self._sums.items():
-            if path in self._kept and self._kept[path][0] != total:
-                del self._kept[path]
+        self._lm, self._cached = lm, lm.projection_factors
+        multipliers: dict[object, Tensor] = {}
+        paths = [site.output_projection for site in lm.grid.sites]
+        tensors = {path: _checksum(lm.module(path), multipliers) for path in paths}
+        self._checksums: dict[str, float | None] = dict.fromkeys(tensors)
+        of_weights_in_memory = {path: checksum for path, checksum in tensors.items() if checksum is not None}
+        self._checksums |= {path: float(checksum) for path, checksum in on_cpu(of_weights_in_memory).items()}
+        for path, checksum in self._checksums.items():
+            if path in self._cached and self._cached[path][0] != checksum:
+                del self._cached[path]
 
     def of(self, site: AttentionSite) -> Tensor:
         """Return the factor of a site's projection (H, D, D), see `projection_factor`."""
         path = site.output_projection
-        if path not in self._kept:
+        if path not in self._cached:
             # A factor made in inference mode could not be used in a later pass that takes gradients.
             with torch.inference_mode(False), torch.no_grad():
-                self._kept[path] = (self._sums[path], projection_factor(self._lm.module(path), site))
-        return self._kept[path][1]
+                self._cached[path] = (self._checksums[path], projection_factor(self._lm.module(path), site))
+        return self._cached[path][1]
 
 
 def projection_factor(projection: nn.Module, site: AttentionSite) -> Tensor:
@@ -174,14 +175,15 @@ def projection_factor(projection: nn.Module, site: AttentionSite) -> Tensor:
     """
     with align_module_device(projection):
         rows_HDM = _rows(projection, site)
-        wide = torch.promote_types(rows_HDM.dtype, torch.float32)
+        wide_dtype = torch.promote_types(rows_HDM.dtype, torch.float32)
         heads = max(1, _COPY_BYTES // (8 * rows_HDM[0].numel()))
         probe_HD = torch.randn(rows_HDM.shape[:2], generator=torch.Generator().manual_seed(0)).to(rows_HDM)
         with torch.autocast(rows_HDM.device.type, enabled=False):
-            factor = torch.cat([_factor(part.double()) for part in rows_HDM.split(heads)]).to(wide)
-            expected_HM = torch.einsum("hd,hdm->hm", probe_HD.to(wide), rows_HDM.to(wide))
+            factors = [_factor(some_heads_HDM.double()) for some_heads_HDM in rows_HDM.split(heads)]
+            factor_HDD = torch.cat(factors).to(wide_dtype)
+            expected_HM = torch.einsum("hd,hdm->hm", probe_HD.to(wide_dtype), rows_HDM.to(wide_dtype))
     _check_module(projection, site, probe_HD, expected_HM)
-    return factor
+    return factor_HDD
 
 
 def _factor(rows_HDM: Tensor) -> Tensor:
@@ -215,33 +217,35 @@ def _check_module(projection: nn.Module, site: AttentionSite, probe_HD: Tensor, 
     with torch.autocast(inputs.device.type, enabled=False):
         # Calling the module itself would run hooks, which may be those of an open measurement.
         out = projection.forward(inputs)[0].to(expected_HM)
-    given_HM, bias = out[:heads] - out[heads], out[heads]
+    computed_HM, bias = out[:heads] - out[heads], out[heads]
     bound = _HALF_EPSILONS * torch.finfo(probe_HD.dtype).eps if probe_HD.dtype.itemsize < 4 else _TOLERANCE
-    error = (given_HM - expected_HM).norm(dim=-1)
-    off = error / (expected_HM.norm(dim=-1) + bias.norm()).clamp_min(torch.finfo(expected_HM.dtype).tiny)
-    worst = int(off.argmax())
+    error = (computed_HM - expected_HM).norm(dim=-1)
+    size = (expected_HM.norm(dim=-1) + bias.norm()).clamp_min(torch.finfo(expected_HM.dtype).tiny)
+    relative_error = error / size
+    worst_head = int(relative_error.argmax())
     # A zero matrix gives a zero error; NaN weights make the statistic itself NaN.
-    if off[worst] > bound:
+    if relative_error[worst_head] > bound:
         raise UnsupportedModelError(
             f"projected_output_norm needs an output projection that multiplies by its weight: "
-            f"{site.output_projection}, a {type(projection).__name__}, differs from it by {float(off[worst]):.1%} on "
-            f"head {worst} (limit {bound:.2%}). Measure the other statistics, or load the model without quantisation"
+            f"{site.output_projection}, a {type(projection).__name__}, differs from it by "
+            f"{float(relative_error[worst_head]):.1%} on head {worst_head} (limit {bound:.2%}). Measure the other "
+            "statistics, or load the model without quantisation"
         )
 
 
-def _checksum(projection: nn.Module, factors: dict[object, Tensor]) -> Tensor | None:
-    """Return a number that changes with the weight; None for offloaded weights, NaN for unsupported ones. ``factors``
-    keeps what layers of one width share.
+def _checksum(projection: nn.Module, multipliers: dict[object, Tensor]) -> Tensor | None:
+    """Return a number that changes with the weight; None for offloaded weights, NaN for unsupported ones.
+    ``multipliers`` keeps those that layers of one width share.
     """
     weight: Any = getattr(projection, "weight", None)
     if type(weight) not in (Tensor, nn.Parameter) or weight.dtype not in _PLAIN:
         return torch.tensor(float("nan"))
     if weight.is_meta:
         return None
-    outputs = 0 if isinstance(projection, nn.Linear) else 1
-    by_input = weight.detach().sum(outputs, dtype=torch.promote_types(weight.dtype, torch.float32))
-    width = (len(by_input), by_input.dtype, by_input.device)
-    if width not in factors:
-        # Unequal factors, so that swapping two heads changes the sum.
-        factors[width] = torch.arange(1, len(by_input) + 1, device=weight.device).to(by_input).cos()
-    return by_input @ factors[width]
+    output_axis = 0 if isinstance(projection, nn.Linear) else 1
+    input_sums = weight.detach().sum(output_axis, dtype=torch.promote_types(weight.dtype, torch.float32))
+    key = (len(input_sums), input_sums.dtype, input_sums.device)
+    if key not in multipliers:
+        # Unequal multipliers, so that swapping two heads changes the sum.
+        multipliers[key] = torch.arange(1, len(input_sums) + 1, device=weight.device).to(input_sums).cos()
+    return input_sums @ multipliers[key]

@@ -91,14 +91,16 @@ def fused_numbers(numbers: Iterable[QueryNumber], fused: FusedPass) -> dict[str,
 def weight_statistics(numbers: CallNumbers) -> dict[str, Tensor]:
     """Return the requested weight statistics (B, H) and profiles (B, H, bins) of the real tokens, float32."""
     names = numbers.request.statistics - POSITIONAL if numbers.geometry.cross else numbers.request.statistics
-    chosen = [statistic for name, statistic in WEIGHT_STATISTICS.items() if name in names]
-    found = {each.name: each.reduce(numbers).float() for each in chosen if isinstance(each, WholeCallStatistic)}
-    if means := [each for each in chosen if isinstance(each, QueryMean)]:
-        values = [each.of_queries(numbers) for each in means]
-        skip_first = [each.skips_first(numbers.geometry) for each in means]
-        together = numbers.request.over_queries.means(values, skip_first)
-        found |= {each.name: mean_BH for each, mean_BH in zip(means, together, strict=True)}
-    return found
+    requested = [statistic for name, statistic in WEIGHT_STATISTICS.items() if name in names]
+    whole_call = [statistic for statistic in requested if isinstance(statistic, WholeCallStatistic)]
+    query_means = [statistic for statistic in requested if isinstance(statistic, QueryMean)]
+    values = {statistic.name: statistic.reduce(numbers).float() for statistic in whole_call}
+    if query_means:
+        values_BHN = [statistic.of_queries(numbers) for statistic in query_means]
+        skip_first = [statistic.skips_first(numbers.geometry) for statistic in query_means]
+        means_BH = numbers.request.over_queries.means(values_BHN, skip_first)
+        values |= {statistic.name: mean_BH for statistic, mean_BH in zip(query_means, means_BH, strict=True)}
+    return values
 
 
 def value_statistics(value_BKSD: Tensor, over_keys: TokenMeans, names: Set[str], heads: int) -> dict[str, Tensor]:
@@ -127,8 +129,8 @@ def needs_projection(names: Set[str]) -> bool:
 
 def masks_read(names: Set[str]) -> list[str]:
     """Return the names of the key masks that the named statistics read."""
-    read = {WEIGHT_STATISTICS[name].reads_keys for name in names & WEIGHT_STATISTICS.keys()}
-    return sorted(mask for mask in read if mask is not None)
+    masks = {WEIGHT_STATISTICS[name].reads_keys for name in names & WEIGHT_STATISTICS.keys()}
+    return sorted(mask for mask in masks if mask is not None)
 
 
 def key_masks(lm: LoadedModel, ids: Tensor, names: Set[str]) -> dict[str, Tensor]:
@@ -138,12 +140,12 @@ def key_masks(lm: LoadedModel, ids: Tensor, names: Set[str]) -> dict[str, Tensor
 
 def undefined(names: Set[str], lengths: Tensor, key_lengths: Tensor, *, cross: bool) -> dict[str, Tensor]:
     """Return which statistics and profiles are NaN by definition: bool (B,) by name."""
-    one = (key_lengths if cross else lengths) < 2
-    where: dict[str, Tensor] = {}
+    has_one_token = (key_lengths if cross else lengths) < 2
+    undefined_B: dict[str, Tensor] = {}
     for name, statistic in WEIGHT_STATISTICS.items():
         if name in names:
             if cross and statistic.positional:
-                where[name] = torch.ones_like(one)
+                undefined_B[name] = torch.ones_like(has_one_token)
             elif statistic.undefined_for_one:
-                where[name] = one
-    return where
+                undefined_B[name] = has_one_token
+    return undefined_B

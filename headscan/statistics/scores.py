@@ -23,12 +23,14 @@ def score(statistics: Mapping[str, Tensor], name: str) -> Tensor:
     Raises:
         UnknownNameError: The catalogue lacks the score, or ``statistics`` lack what it is derived from.
     """
-    declared = find_score(name)
-    for needed in (declared.statistic, declared.normaliser):
-        if needed is not None and needed not in statistics:
-            raise UnknownNameError(f"score {name!r} needs the statistic {needed!r}. Pass it to collect")
-    numerator = statistics[declared.statistic]
-    if declared.normaliser is None:
+    declaration = find_score(name)
+    for statistic in (declaration.statistic, declaration.normaliser):
+        if statistic is not None and statistic not in statistics:
+            raise UnknownNameError(f"score {name!r} needs the statistic {statistic!r}. Pass it to collect")
+    numerator = statistics[declaration.statistic]
+    if declaration.normaliser is None:
         return numerator
-    denominator = statistics[declared.normaliser]
-    return numerator / (denominator.nanmean(-1, keepdim=True) if declared.over == "layer" else denominator)
+    denominator = statistics[declaration.normaliser]
+    if declaration.over == "layer":
+        denominator = denominator.nanmean(-1, keepdim=True)
+    return numerator / denominator

@@ -327,8 +327,8 @@ class RecentMass(MeanOverQueries):
         first = max(block.first_key, widths.sink, block.first_query - widths.recent + 1)
         last = max(first, block.first_query + rows + widths.recent - 1)
         keys = slice(first - block.first_key, last - block.first_key)
-        near = (block.query_R1 - block.key_C[keys]).abs() < widths.recent
-        return torch.where(near, block.weights_BHRC[..., keys], 0.0).sum(-1)
+        is_recent_RC = (block.query_R1 - block.key_C[keys]).abs() < widths.recent
+        return torch.where(is_recent_RC, block.weights_BHRC[..., keys], 0.0).sum(-1)
 
     def of_fused(self, fused: FusedPass) -> Tensor:
         return fused.recent_mass_BHN
@@ -354,8 +354,8 @@ class DistantMass(QueryMean):
     query_numbers = (WeightSum(), SinkMass(), RecentMass())
 
     def of_queries(self, numbers: CallNumbers) -> Tensor:
-        near = numbers.per_query["sink_mass"] + numbers.per_query["recent_mass"]
-        return (numbers.per_query["weight_sum"] - near).clamp_min(0.0)
+        near_mass = numbers.per_query["sink_mass"] + numbers.per_query["recent_mass"]
+        return (numbers.per_query["weight_sum"] - near_mass).clamp_min(0.0)
 
 
 class LearnedSinkMass(QueryMean):
@@ -409,8 +409,8 @@ class RelativeEntropy(QueryMean):
     def of_queries(self, numbers: CallNumbers) -> Tensor:
         entropy_BHN = numbers.per_query["entropy"]
         if numbers.geometry.causal:
-            seen = torch.arange(1, numbers.geometry.queries + 1, device=entropy_BHN.device, dtype=entropy_BHN.dtype)
-            return entropy_BHN / seen.log()
+            keys_N = torch.arange(1, numbers.geometry.queries + 1, device=entropy_BHN.device, dtype=entropy_BHN.dtype)
+            return entropy_BHN / keys_N.log()
         return entropy_BHN / numbers.request.key_lengths.to(entropy_BHN.dtype).log()[:, None, None]
 
 
@@ -508,8 +508,8 @@ class ArgmaxOffsets(WholeCallStatistic):
         bins = offsets_BHN.nan_to_num().clamp(-MAX_OFFSET - 1, MAX_OFFSET + 1).long() + MAX_OFFSET + 1
         counts = torch.zeros(*bins.shape[:2], 2 * MAX_OFFSET + 3, device=bins.device)
         shares = counts.scatter_add_(-1, bins, real.float()) / lengths[:, None, None]
-        broken = (offsets_BHN.isnan() & real).any(-1, keepdim=True)
-        return shares.masked_fill(broken, float("nan"))
+        has_nan = (offsets_BHN.isnan() & real).any(-1, keepdim=True)
+        return shares.masked_fill(has_nan, float("nan"))
 
 
 def doubling_sums(values: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ class LabelledArmItem(ArmItem[LabelledText]):
         with intervening(lm, self.intervention, rule_kernels=False):
             for batch in whole_batches(lengths, self.batch_tokens, reading.rope.group):
                 halves = run_halving(
-                    list(batch.rows),
+                    list(batch.sequence_indices),
                     lambda rows: ask(lm, reading, [self.requests[row] for row in rows]),
                     lengths,
                     lm.limits["labelled"],

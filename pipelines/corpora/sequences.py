@@ -136,8 +136,7 @@ class Special(NamedTuple):
     suffix: tuple[int, ...]
 
     def around(self, body: Ids) -> Ids:
-        ends = (np.array(tokens, dtype=np.int32) for tokens in self)
-        return np.concatenate([next(ends), body, next(ends)])
+        return np.concatenate([np.array(self.prefix, np.int32), body, np.array(self.suffix, np.int32)])
 
     @property
     def total(self) -> int:
@@ -180,12 +179,13 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, config: TokenConfig) -> S
             raise CorpusError("`bos=always`: the tokenizer has no BOS token. Use `bos=auto` or `bos=never`")
         return Special((tokenizer.bos_token_id,), ())
     # Measured on a text, because the tokenizer's post-processor decides and no attribute shows it reliably.
-    probe = "a b"
-    bare = list(tokenizer(probe, add_special_tokens=False, verbose=False)["input_ids"])
-    full = list(tokenizer(probe, add_special_tokens=True, verbose=False)["input_ids"])
-    for start in range(len(full) - len(bare) + 1):
-        if full[start : start + len(bare)] == bare:
-            return Special(tuple(full[:start]), tuple(full[start + len(bare) :]))
+    probe_text = "a b"
+    plain_ids = list(tokenizer(probe_text, add_special_tokens=False, verbose=False)["input_ids"])
+    all_ids = list(tokenizer(probe_text, add_special_tokens=True, verbose=False)["input_ids"])
+    for start in range(len(all_ids) - len(plain_ids) + 1):
+        end = start + len(plain_ids)
+        if all_ids[start:end] == plain_ids:
+            return Special(tuple(all_ids[:start]), tuple(all_ids[end:]))
     raise CorpusError(
         "the tokenizer puts special tokens inside the text, not around it. Use `bos=always` or `bos=never`"
     )
@@ -231,7 +231,7 @@ def _sequences(
             report.stopped_at_limit = True
             return
     if index == 0:
-        raise _nothing(corpus, config, report)
+        raise _no_sequence_error(corpus, config, report)
 
 
 def _with_text(
@@ -263,9 +263,10 @@ def _cut(tokens: Iterator[Ids], room: int) -> Iterator[Ids]:
     rest = np.empty(0, dtype=np.int32)
     for ids in tokens:
         rest = np.concatenate([rest, ids])
-        full = len(rest) // room * room
-        yield from np.split(rest[:full], full // room) if full else ()
-        rest = rest[full:]
+        full_pieces = len(rest) // room
+        for piece in range(full_pieces):
+            yield rest[piece * room : (piece + 1) * room]
+        rest = rest[full_pieces * room :]
     yield rest
 
 
@@ -279,18 +280,18 @@ def _chunk(tokenised: Iterable[tuple[Document, Iterator[Ids]]], room: int) -> It
 def _pack(tokenised: Iterable[tuple[Document, Iterator[Ids]]], room: int, eos: int | None) -> Iterator[_Piece]:
     """Yield full pieces of the joined documents, and then the rest."""
     rest = np.empty(0, dtype=np.int32)
-    begins_in: Document | None = None
+    rest_begins_in: Document | None = None
     for document, tokens in tokenised:
-        ends = () if begins_in is None or eos is None else (np.array([eos], dtype=np.int32),)
+        separator = () if rest_begins_in is None or eos is None else (np.array([eos], dtype=np.int32),)
         # The rest of earlier documents is shorter than a piece, so only the first piece can begin in it.
-        owner = begins_in if begins_in is not None and len(rest) else document
-        for body in _cut(chain((rest,), ends, tokens), room):
-            rest, begins_in = body, owner
+        piece_begins_in = rest_begins_in if rest_begins_in is not None and len(rest) else document
+        for body in _cut(chain((rest,), separator, tokens), room):
+            rest, rest_begins_in = body, piece_begins_in
             if len(body) == room:
-                yield _Piece(owner, body)
-                owner, rest = document, body[:0]
-    if begins_in is not None and len(rest):
-        yield _Piece(begins_in, rest)
+                yield _Piece(piece_begins_in, body)
+                piece_begins_in, rest = document, body[:0]
+    if rest_begins_in is not None and len(rest):
+        yield _Piece(rest_begins_in, rest)
 
 
 def hash_ids(ids: Ids) -> str:
@@ -298,12 +299,14 @@ def hash_ids(ids: Ids) -> str:
     return hashlib.sha256(ids.astype("<i4").tobytes()).hexdigest()
 
 
-def _nothing(corpus: Corpus, config: TokenConfig, report: CorpusReport) -> CorpusError:
+def _no_sequence_error(corpus: Corpus, config: TokenConfig, report: CorpusReport) -> CorpusError:
     reasons = "; ".join(report.problems()) or "no documents"
     fix = "give a corpus with text"
     if report.too_short:
-        least, key = (config.max_tokens, "max") if config.mode == "pack" else (config.min_tokens, "min")
-        fix = f"a {config.mode} sequence needs {least} tokens. Lower `{key}_tokens`"
+        least_tokens, option = config.min_tokens, "min_tokens"
+        if config.mode == "pack":
+            least_tokens, option = config.max_tokens, "max_tokens"
+        fix = f"a {config.mode} sequence needs {least_tokens} tokens. Lower `{option}`"
     return CorpusError(f"corpus {corpus.spec.name!r} gave no sequence: {reasons}; {fix}")
 
 
@@ -337,7 +340,7 @@ def _shards(stream: Iterator[TokenSequence], shard_size: int) -> Iterator[Shard]
 T = TypeVar("T")
 
 #: Most sequences read from a corpus for each one that is used.
-_SPREAD = 64
+_READ_PER_TEXT = 64
 #: Documents that the texts come from if the corpus has as many: intervals take documents as independent.
 _DOCUMENTS = 32
 
@@ -352,18 +355,19 @@ def read_spread(
     mode: TokenMode = "chunk",
 ) -> list[TokenSequence]:
     """Return ``count`` texts (or all) of ``shortest`` to ``tokens`` tokens, in order, from many documents."""
-    config = TokenConfig(tokens, mode=mode, min_tokens=shortest, limit_sequences=count * _SPREAD)
-    each = max(1, count // _DOCUMENTS)
-    chosen: list[TokenSequence] = []
-    others: list[TokenSequence] = []
+    config = TokenConfig(tokens, mode=mode, min_tokens=shortest, limit_sequences=count * _READ_PER_TEXT)
+    count_per_document = max(1, count // _DOCUMENTS)
+    used_texts: list[TokenSequence] = []
+    other_texts: list[TokenSequence] = []
     for _, members in groupby(sequences(open_corpus(corpus), tokenizer, config), key=lambda text: text.document):
-        of_document = list(members)
-        kept = spread(of_document, each)
-        chosen += kept
-        others += [text for text in of_document if all(text is not other for other in kept)]
-        if len(chosen) >= count:
+        document_texts = list(members)
+        spread_texts = spread(document_texts, count_per_document)
+        used_texts += spread_texts
+        other_texts += [text for text in document_texts if all(text is not used for used in spread_texts)]
+        if len(used_texts) >= count:
             break
-    return sorted([*chosen[:count], *spread(others, max(0, count - len(chosen)))], key=lambda text: text.index)
+    missing_texts = spread(other_texts, max(0, count - len(used_texts)))
+    return sorted([*used_texts[:count], *missing_texts], key=lambda text: text.index)
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:

@@ -160,7 +160,7 @@ def record_prompts(config: EvaluateConfig, run: Run, questions: Questions) -> st
         shards(_sequences(prompts, names, report), shard_size=_SHARD),
         lambda shard: ScanItem(shard, statistics, widths, config.batch_tokens, False, run.identity.rope_lengths),
         report,
-        total=len(prompts),
+        total_sequences=len(prompts),
         task=measure_shard,
     ).run_id
 

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, Self
 
@@ -97,7 +98,7 @@ def run_corpus(
     check_length(identity, config.tokens.max_tokens)
     corpus = open_corpus(config.corpus)
     corpus_fingerprint = corpus.fingerprint()
-    deciding = {
+    fingerprinted_settings = {
         "model": identity.fingerprint(),
         "dtype": config.model.dtype,
         "corpus": corpus_fingerprint,
@@ -105,26 +106,34 @@ def run_corpus(
         **identity_settings,
         "batch_tokens": config.batch_tokens,
     }
-    run_hash = run_fingerprint(run, kind, deciding, config.shard_size)
-    if (done := run.finished_run(kind, run_hash)) is not None:
+    run_hash = run_fingerprint(run, kind, fingerprinted_settings, config.shard_size)
+    finished_run_id = run.finished_run(kind, run_hash)
+    if finished_run_id is not None:
         with at_work("summary of all heads"):
-            run.store.summarise(done)
-        return CorpusRunResult(done, already_done=True)
-    if part is not None and (known := run.stored_run(kind, run_hash)) is not None and _has_part(run.store, known, part):
-        return CorpusRunResult(known["run_id"], already_done=True, part=part)
+            run.store.summarise(finished_run_id)
+        return CorpusRunResult(finished_run_id, already_done=True)
+    if part is not None:
+        stored_run = run.stored_run(kind, run_hash)
+        if stored_run is not None and _has_part(run.store, stored_run, part):
+            return CorpusRunResult(stored_run["run_id"], already_done=True, part=part)
     # Parts of one scan may run on different devices, and all need the same shards.
-    given = config.shard_size if part is None else config.shard_size or _PART_SHARD
-    shard_size = shard_size_of(run, kind, run_hash, given, config.tokens.max_tokens, forward_passes)
+    wanted_size = config.shard_size if part is None else config.shard_size or _PART_SHARD
+    shard_size = shard_size_of(run, kind, run_hash, wanted_size, config.tokens.max_tokens, forward_passes)
 
     report = CorpusReport()
-    texts = shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=shard_size)
-    first, rest = _read_ahead(_followed_by(texts, prompts(), shard_size))
+    corpus_shards = shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=shard_size)
+    all_shards = _with_prompts(corpus_shards, prompts(), shard_size)
+    first_shards, has_more_shards = _read_ahead(all_shards)
     if config.tokens.mode == "truncate" and report.truncated:
-        read = "" if rest is None and not report.stopped_at_limit else "the first "
+        extent = "the first " if has_more_shards or report.stopped_at_limit else ""
         run.say(
-            f"{report.truncated:,} of {read}{report.documents:,} documents exceed {config.tokens.max_tokens:,} tokens:"
-            " only their beginnings are measured; the mode chunk measures all of them"
+            f"{report.truncated:,} of {extent}{report.documents:,} documents exceed {config.tokens.max_tokens:,} "
+            "tokens: only their beginnings are measured; the mode chunk measures all of them"
         )
+    total_shards = total_sequences = None
+    if not has_more_shards:
+        total_shards = len(first_shards)
+        total_sequences = sum(len(shard.sequences) for shard in first_shards if part is None or shard.index in part)
     record = run.record(
         kind,
         run_hash,
@@ -141,17 +150,15 @@ def run_corpus(
         bos_policy=config.tokens.bos,
         corpus=config.corpus.name,
         corpus_hash=corpus_fingerprint,
-        total_shards=None if rest is not None else len(first),
+        total_shards=total_shards,
     )
     return write_shards(
         run,
         record,
-        chain(first, rest or ()),
+        chain(first_shards, all_shards),
         shard_item,
         report,
-        total=None
-        if rest is not None
-        else sum(len(shard.sequences) for shard in first if part is None or shard.index in part),
+        total_sequences=total_sequences,
         task=task,
         part=part,
     )
@@ -160,59 +167,68 @@ def run_corpus(
 def write_shards(
     run: Run,
     record: RunRecord,
-    drawn: Iterable[Shard],
+    all_shards: Iterable[Shard],
     shard_item: Callable[[Shard], Any],
     report: CorpusReport,
     *,
-    total: int | None,
+    total_sequences: int | None,
     task: Task[Any, ShardTable],
     part: Part | None = None,
 ) -> CorpusRunResult:
     """Begin or resume a run, measure the missing shards of the corpus or of a part, and close the run. It is finished
-    if the store then has all shards. ``report`` may grow while shards are ``drawn``; ``total`` is the number of all
-    sequences to measure, None if unknown.
+    if the store then has all shards. ``report`` may grow while ``all_shards`` is read; ``total_sequences`` is the
+    number of sequences to measure, None if unknown.
     """
     store, pool = run.store, run.pool
     state = run.begin(record)
     run.say(f"run {state.run_id}: {len(state.shards)} shards stored before" if state.shards else f"run {state.run_id}")
-    ledger = _ShardTally(state.run_id, record.corpus, state.shards, part)
+    tally = _ShardTally(state.run_id, record.corpus, state.shards, part)
     try:
-        with Progress(record.kind, total, "sequences") as progress, ShardWriter(store, state.run_id) as writer:
+        with (
+            Progress(record.kind, total_sequences, "sequences") as progress,
+            ShardWriter(store, state.run_id) as writer,
+        ):
             # In this process progress moves with each pass, elsewhere with each shard.
-            counted = task.counted(progress.update) if pool.local and isinstance(task, StagedTask) else None
-            items = map(shard_item, ledger.missing(drawn, progress))
-            for finished in pool.map(counted or task, items):
-                shard = finished.item.shard
-                heads, nonfinite_rows = finished.value
-                row = ShardRecord(shard.index, shard.content_hash, finished.seconds, finished.worker, nonfinite_rows)
-                writer.add(ShardToWrite(row, sequence_table(shard), heads))
-                ledger.measured += 1
-                if counted is None:
+            pool_task = task
+            if pool.local and isinstance(task, StagedTask):
+                pool_task = partial(task, on_pass=progress.update)
+            items = map(shard_item, tally.missing(all_shards, progress))
+            for finished in pool.map(pool_task, items):
+                shard, table = finished.item.shard, finished.value
+                ledger_row = ShardRecord(
+                    shard.index, shard.content_hash, finished.seconds, finished.worker, table.nonfinite_rows
+                )
+                writer.add(ShardToWrite(ledger_row, sequence_table(shard), table.heads))
+                tally.measured += 1
+                if pool_task is task:
                     progress.update(len(shard.sequences))
     except Exception as problem:
-        lost = len(problem.items) if isinstance(problem, IncompleteError) else None
-        total_shards = None if lost is None else ledger.total + lost
+        total_shards = tally.total + len(problem.items) if isinstance(problem, IncompleteError) else None
         with suppress(StoreError):  # a full disk that failed the shard also fails this write
             store.finish_run(state.run_id, status="failed", report=report.as_dict(), total_shards=total_shards)
         raise
     with at_work("summary of all heads"):
         store.finish_run(
             state.run_id,
-            status="part" if ledger.others_missing else "finished",
+            status="part" if tally.others_missing else "finished",
             report=report.as_dict(),
-            total_shards=ledger.total,
-            corpus_hash=f"{(record.corpus_hash or '')[:16]}-{ledger.content.hexdigest()[:16]}",
+            total_shards=tally.total,
+            corpus_hash=f"{(record.corpus_hash or '')[:16]}-{tally.content.hexdigest()[:16]}",
         )
-    left = part if ledger.others_missing else None
     return CorpusRunResult(
-        state.run_id, already_done=False, measured=ledger.measured, skipped=ledger.skipped, report=report, part=left
+        state.run_id,
+        already_done=False,
+        measured=tally.measured,
+        skipped=tally.skipped,
+        report=report,
+        part=part if tally.others_missing else None,
     )
 
 
 @dataclass
 class _ShardTally:
-    """The shards of a corpus, counted while they are drawn. ``stored`` has the content hash of each shard in the store
-    by index, and ``content`` hashes those of all shards; ``others`` are in other parts than ``part``.
+    """Counts of the shards of a corpus, made while they are read. ``stored`` has the content hash of each shard in the
+    store by index, and ``content`` hashes those of all shards; ``others`` are in other parts than ``part``.
     """
 
     run_id: str
@@ -229,38 +245,39 @@ class _ShardTally:
     def total(self) -> int:
         return self.measured + self.skipped + self.others_stored + self.others_missing
 
-    def missing(self, drawn: Iterable[Shard], progress: Progress) -> Iterator[Shard]:
+    def missing(self, all_shards: Iterable[Shard], progress: Progress) -> Iterator[Shard]:
         """Yield the shards to measure. Raises CorpusChangedError if a stored one has other text."""
-        for shard in drawn:
+        for shard in all_shards:
             self.content.update(shard.content_hash.encode())
-            known = self.stored.get(shard.index)
-            if known is not None and known != shard.content_hash:
+            stored_hash = self.stored.get(shard.index)
+            if stored_hash is not None and stored_hash != shard.content_hash:
                 raise CorpusChangedError(
                     f"corpus {self.corpus} changed since run {self.run_id}: shard {shard.index} has other text. "
                     "Use another store, or pin a revision"
                 )
             if self.part is not None and shard.index not in self.part:
-                self.others_stored += known is not None
-                self.others_missing += known is None
-            elif known is None:
+                self.others_stored += stored_hash is not None
+                self.others_missing += stored_hash is None
+            elif stored_hash is None:
                 yield shard
             else:
                 self.skipped += 1
                 progress.skip(len(shard.sequences))
 
 
-def _followed_by(texts: Iterable[Shard], prompts: Sequence[TokenSequence], shard_size: int) -> Iterator[Shard]:
+def _with_prompts(corpus_shards: Iterable[Shard], prompts: Sequence[TokenSequence], shard_size: int) -> Iterator[Shard]:
     """Yield the shards of a corpus, then those of prompts, whose numbers go on from the corpus's."""
-    index = sequence = document = 0
-    for shard in texts:
+    next_shard = next_sequence = next_document = 0
+    for shard in corpus_shards:
         yield shard
         last = shard.sequences[-1]
-        index, sequence, document = shard.index + 1, last.index + 1, last.document + 1
-    numbered = [
-        replace(prompt, index=sequence + prompt.index, document=document + prompt.document) for prompt in prompts
+        next_shard, next_sequence, next_document = shard.index + 1, last.index + 1, last.document + 1
+    numbered_prompts = [
+        replace(prompt, index=next_sequence + prompt.index, document=next_document + prompt.document)
+        for prompt in prompts
     ]
-    for shard in shards(numbered, shard_size=shard_size):
-        yield replace(shard, index=index + shard.index)
+    for shard in shards(numbered_prompts, shard_size=shard_size):
+        yield replace(shard, index=next_shard + shard.index)
 
 
 def _has_part(store: Store, run: Mapping[str, Any], part: Part) -> bool:
@@ -271,66 +288,65 @@ def _has_part(store: Store, run: Mapping[str, Any], part: Part) -> bool:
     return stored.issuperset(shard for shard in range(run["total_shards"]) if shard in part)
 
 
-def run_fingerprint(run: Run, kind: RunKind, deciding: Mapping[str, Any], shard_size: int | None) -> str:
-    """Return the fingerprint by which the store finds a run again, from the settings that decide its numbers.
+def run_fingerprint(run: Run, kind: RunKind, settings: Mapping[str, Any], shard_size: int | None) -> str:
+    """Return the fingerprint by which the store finds a run again, from the settings on which its numbers depend.
 
     The size of a shard is part of it, because batches do not cross shards. A call that gives no size (None) lets the
     run choose one. Giving the size that this run chose resumes it; giving any other size begins another run. For
     example, if a scan chose shards of 20 sequences, the same scan with a ``shard_size`` of 20 resumes it.
     """
     # Fingerprints of runs that chose their size hold the largest one, so the same size, if given, needs another mark.
-
-    def with_size(size: object) -> str:
-        return fingerprint({**deciding, "shard_size": size})
-
-    chosen = with_size(_LARGEST_SHARD)
+    hash_of_chosen_size = fingerprint({**settings, "shard_size": _LARGEST_SHARD})
     if shard_size is None:
-        return chosen
-    given = with_size(f"{shard_size} given" if shard_size == _LARGEST_SHARD else shard_size)
-    known = run.stored_run(kind, chosen)
-    same = known is not None and known["config"]["shard_size"] == shard_size
-    return chosen if same and run.stored_run(kind, given) is None else given
+        return hash_of_chosen_size
+    size_mark = f"{shard_size} given" if shard_size == _LARGEST_SHARD else shard_size
+    hash_of_given_size = fingerprint({**settings, "shard_size": size_mark})
+    stored_run = run.stored_run(kind, hash_of_chosen_size)
+    chose_this_size = stored_run is not None and stored_run["config"]["shard_size"] == shard_size
+    if chose_this_size and run.stored_run(kind, hash_of_given_size) is None:
+        return hash_of_chosen_size
+    return hash_of_given_size
 
 
-def shard_size_of(run: Run, kind: RunKind, run_hash: str, given: int | None, tokens: int, forward_passes: float) -> int:
-    """Return the number of sequences of a shard: that of the run if it began before, else the given one, else about 20
+def shard_size_of(
+    run: Run, kind: RunKind, run_hash: str, wanted_size: int | None, tokens: int, forward_passes: float
+) -> int:
+    """Return the number of sequences of a shard: that of the run if it began before, else the wanted one, else about 20
     seconds of work on texts of ``tokens`` tokens that cost ``forward_passes`` forward passes each.
     """
-    known = run.stored_run(kind, run_hash)
-    if known is not None:
-        return int(known["config"]["shard_size"])
-    if given is not None:
-        return given
+    stored_run = run.stored_run(kind, run_hash)
+    if stored_run is not None:
+        return int(stored_run["config"]["shard_size"])
+    if wanted_size is not None:
+        return wanted_size
     flops = forward_flops(run.model)
     speed = _CPU_SPEED if run.facts.device.startswith("cpu") else _GPU_SPEED
     seconds = forward_passes * tokens * flops.per_token(tokens, logits=True) / speed
     return max(1, min(_LARGEST_SHARD, int(_SHARD_SECONDS / seconds)))
 
 
-def _read_ahead(source: Iterable[Shard]) -> tuple[list[Shard], Iterator[Shard] | None]:
-    """Return the first shards, and an iterator over the rest; None if there are no more."""
-    rest = iter(source)
-    first: list[Shard] = []
+def _read_ahead(all_shards: Iterator[Shard]) -> tuple[list[Shard], bool]:
+    """Take the first shards from an iterator. Return them, and True unless the iterator is known to have no more."""
+    first_shards: list[Shard] = []
     tokens = 0
-    for shard in rest:
-        first.append(shard)
+    for shard in all_shards:
+        first_shards.append(shard)
         tokens += sum(map(len, shard.sequences))
         if tokens >= _READ_AHEAD:
-            return first, rest
-    return first, None
+            return first_shards, True
+    return first_shards, False
 
 
 def sequence_table(shard: Shard) -> pa.Table:
-    rows = shard.sequences
     return pa.table(
         {
-            "sequence": pa.array([s.index for s in rows], pa.int32()),
-            "document": pa.array([s.document for s in rows], pa.int32()),
-            "source": [s.source for s in rows],
-            "tokens": pa.array([len(s) for s in rows], pa.int32()),
-            "truncated": [s.truncated for s in rows],
-            "content_hash": [s.content_hash for s in rows],
-            "recall_task": pa.array([s.recall_task for s in rows], pa.string()),
+            "sequence": pa.array([sequence.index for sequence in shard.sequences], pa.int32()),
+            "document": pa.array([sequence.document for sequence in shard.sequences], pa.int32()),
+            "source": [sequence.source for sequence in shard.sequences],
+            "tokens": pa.array([len(sequence) for sequence in shard.sequences], pa.int32()),
+            "truncated": [sequence.truncated for sequence in shard.sequences],
+            "content_hash": [sequence.content_hash for sequence in shard.sequences],
+            "recall_task": pa.array([sequence.recall_task for sequence in shard.sequences], pa.string()),
         }
     )
 

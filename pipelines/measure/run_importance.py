@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from headscan.pipelines.measure.run_corpus import (
     shard_size_of,
     write_shards,
 )
-from headscan.pipelines.measure.run_scan import HeadNumbers, head_table
+from headscan.pipelines.measure.run_scan import HeadMeasurements, head_table
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.prompt_losses import recall_prompts
@@ -59,42 +60,40 @@ class ImportanceItem:
 
 def measure_importance(lm: LoadedModel, item: ImportanceItem) -> ShardTable:
     """Pool task: measure the importance of every head on every sequence of a shard."""
-    texts = item.shard.sequences
+    sequences = item.shard.sequences
 
-    def loss_of(rows: list[int]) -> Loss:
-        ids, real = pad([texts[row].ids for row in rows])
-        keys = [texts[row].index for row in rows]
-        return default_loss(lm, ids, real, input_keys=keys, summed=item.reduction == "sum")
+    def loss_of(indices: list[int]) -> Loss:
+        ids, lengths = pad([sequences[index].ids for index in indices])
+        keys = [sequences[index].index for index in indices]
+        return default_loss(lm, ids, lengths, input_keys=keys, summed=item.reduction == "sum")
 
-    lengths = [len(text) for text in texts]
-    return _measure_losses(lm, item, loss_of, lengths, [text.index for text in texts])
+    return _measure_losses(lm, item, loss_of, [len(sequence) for sequence in sequences])
 
 
 def _measure_losses(
-    lm: LoadedModel, item: ImportanceItem, loss_of: Callable[[list[int]], Loss], lengths: list[int], indices: list[int]
+    lm: LoadedModel, item: ImportanceItem, loss_of: Callable[[list[int]], Loss], lengths: list[int]
 ) -> ShardTable:
-    """Return the derivatives of the losses of sequences by a gate on every head, at every site. ``loss_of`` makes the
-    loss of a batch from row numbers; ``indices`` are those of the sequences in their corpus or file.
+    """Return the derivatives of the losses of a shard's sequences by a gate on every head, at every site. ``loss_of``
+    makes the loss of a batch from the indices of its sequences in the shard.
     """
 
-    def measure(rows: list[int]) -> list[HeadNumbers]:
-        loss = loss_of(rows)
-        numbers = []
+    def measure(indices: list[int]) -> list[HeadMeasurements]:
+        loss = loss_of(indices)
+        corpus_indices = [item.shard.sequences[index].index for index in indices]
+        measurements = []
         for kind, gradients in head_gradients(lm, loss).items():
             lm_at = lm.at(kind)
             values = dict(zip(MEASURED, (gradients.gates, gradients.tokens, entropies(lm_at, loss)), strict=True))
-            numbers.append(HeadNumbers.of(lm_at.grid, values, torch.zeros(gradients.gates.shape, dtype=torch.bool)))
-        return numbers
+            nonfinite = torch.zeros(gradients.gates.shape, dtype=torch.bool)
+            measurements.append(HeadMeasurements.of(lm_at.grid, corpus_indices, values, nonfinite))
+        return measurements
 
-    order: list[int] = []
-    parts: list[list[HeadNumbers]] = []
+    batches: list[list[HeadMeasurements]] = []
+    limit = lm.limits["importance"]
     for batch in whole_batches(lengths, item.batch_tokens, item.rope.group):
-        for rows, numbers in run_halving(list(batch.rows), measure, lengths, lm.limits["importance"]):
-            order += rows
-            parts.append(numbers)
-    tables = [
-        head_table(HeadNumbers.of_batches(of_site), np.argsort(order), indices) for of_site in zip(*parts, strict=True)
-    ]
+        halves = run_halving(list(batch.sequence_indices), measure, lengths, limit)
+        batches += [measurements for _, measurements in halves]
+    tables = [head_table(HeadMeasurements.of_batches(site_batches)) for site_batches in zip(*batches, strict=True)]
     return ShardTable(pa.concat_tables(tables), 0)
 
 
@@ -132,15 +131,15 @@ def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
             )
         return recall_texts(run.identity, config.tokens, config.recall_prompts)
 
-    def shard_item(shard: corpora.Shard) -> ImportanceItem:
-        return ImportanceItem(shard, config.reduction, config.batch_tokens, run.identity.rope_lengths)
-
+    importance_item = partial(
+        ImportanceItem, reduction=config.reduction, batch_tokens=config.batch_tokens, rope=run.identity.rope_lengths
+    )
     return run_corpus(
         config,
         run,
         "importance",
         measure_importance,
-        shard_item,
+        importance_item,
         forward_passes=_PASSES,
         identity_settings=settings,
         stored_settings=settings,
@@ -156,13 +155,12 @@ class LabelledImportanceItem(ImportanceItem):
 
 def measure_labelled(lm: LoadedModel, item: LabelledImportanceItem) -> ShardTable:
     """Pool task: measure the importance of every head on every example of a shard."""
-    texts = item.texts
 
-    def loss_of(rows: list[int]) -> Loss:
-        return labelled_loss(lm, item.answers, [texts[row] for row in rows], summed=item.reduction == "sum")
+    def loss_of(indices: list[int]) -> Loss:
+        texts = [item.texts[index] for index in indices]
+        return labelled_loss(lm, item.answers, texts, summed=item.reduction == "sum")
 
-    lengths = [text.longest for text in texts]
-    return _measure_losses(lm, item, loss_of, lengths, [text.index for text in texts])
+    return _measure_losses(lm, item, loss_of, [text.longest for text in item.texts])
 
 
 def run_labelled_importance(config: LabelledImportanceConfig, run: Run, *, texts: LabelledTexts) -> CorpusRunResult:
@@ -177,8 +175,13 @@ def run_labelled_importance(config: LabelledImportanceConfig, run: Run, *, texts
         "answers": texts.answers.value,
     }
     data_hash = texts.fingerprint()
-    deciding = {"model": identity.fingerprint(), "dtype": config.model.dtype, "examples": data_hash, **settings}
-    run_hash = run_fingerprint(run, "importance", deciding, config.shard_size)
+    fingerprinted_settings = {
+        "model": identity.fingerprint(),
+        "dtype": config.model.dtype,
+        "examples": data_hash,
+        **settings,
+    }
+    run_hash = run_fingerprint(run, "importance", fingerprinted_settings, config.shard_size)
     if (done := run.finished_run("importance", run_hash)) is not None:
         return CorpusRunResult(done, already_done=True)
     report = CorpusReport()
@@ -188,9 +191,13 @@ def run_labelled_importance(config: LabelledImportanceConfig, run: Run, *, texts
     shards = [_shard(index, group, config.data.name, report) for index, group in enumerate(groups)]
 
     def shard_item(shard: corpora.Shard) -> LabelledImportanceItem:
-        of_shard, rope = groups[shard.index], identity.rope_lengths
         return LabelledImportanceItem(
-            shard, config.reduction, config.batch_tokens, rope, texts=of_shard, answers=texts.answers
+            shard,
+            config.reduction,
+            config.batch_tokens,
+            identity.rope_lengths,
+            texts=groups[shard.index],
+            answers=texts.answers,
         )
 
     record = run.record(
@@ -202,7 +209,9 @@ def run_labelled_importance(config: LabelledImportanceConfig, run: Run, *, texts
         corpus_hash=data_hash,
         total_shards=len(shards),
     )
-    return write_shards(run, record, shards, shard_item, report, total=len(texts.texts), task=measure_labelled)
+    return write_shards(
+        run, record, shards, shard_item, report, total_sequences=len(texts.texts), task=measure_labelled
+    )
 
 
 def _shard(index: int, texts: Sequence[LabelledText], source: str, report: CorpusReport) -> corpora.Shard:

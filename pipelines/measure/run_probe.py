@@ -154,7 +154,7 @@ def probe_heads(lm: LoadedModel, item: ProbeItem) -> dict[str, np.ndarray]:
 
     values: dict[str, np.ndarray] = {}
     for batch in whole_batches(lengths, item.batch_tokens, lm.rope_lengths.group):
-        for rows, scores in run_halving(list(batch.rows), measure, lengths, lm.limits["probe"]):
+        for rows, scores in run_halving(list(batch.sequence_indices), measure, lengths, lm.limits["probe"]):
             for name, scores_BLH in scores.items():
                 kept = values.setdefault(name, np.empty((len(lengths), *lm.grid.shape), dtype=np.float32))
                 kept[rows] = scores_BLH.numpy()

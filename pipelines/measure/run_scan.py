@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,24 +36,27 @@ def run_scan(config: ScanConfig, run: Run) -> CorpusRunResult:
     """Measure the statistics of all heads on a corpus, and report how many rows have values that are not finite."""
     settings = {"statistics": config.measured, "keep_nonfinite": config.keep_nonfinite}
     widths = asdict(config.widths)
-
-    def shard_item(shard: corpora.Shard) -> ScanItem:
-        rope = run.identity.rope_lengths
-        return ScanItem(shard, config.measured, config.widths, config.batch_tokens, config.keep_nonfinite, rope)
-
+    scan_item = partial(
+        ScanItem,
+        statistics=config.measured,
+        widths=config.widths,
+        batch_tokens=config.batch_tokens,
+        keep_nonfinite=config.keep_nonfinite,
+        rope=run.identity.rope_lengths,
+    )
     result = run_corpus(
         config,
         run,
         "scan",
         measure_shard,
-        shard_item,
+        scan_item,
         forward_passes=_PASSES,
         identity_settings={**settings, "widths": widths},
         stored_settings={**settings, **widths, "panel": None if config.statistics else config.panel},
         part=config.part,
     )
-    if count := int(run.store.resolve_run(result.run_id, "scan")["nonfinite_rows"]):
-        run.say(f"{count} rows of head_statistics hold values that came out as NaN or infinite: NULL there")
+    if nonfinite_rows := int(run.store.resolve_run(result.run_id, "scan")["nonfinite_rows"]):
+        run.say(f"{nonfinite_rows} rows of head_statistics hold values that came out as NaN or infinite: NULL there")
     return result
 
 
@@ -73,12 +77,17 @@ class ScanItem:
 
 
 @dataclass(frozen=True)
-class HeadNumbers:
-    """The statistics (B, A) and profiles (B, A, bins) of a batch for A heads of one site: ``self``, ``encoder`` or
-    ``cross``. ``nonfinite`` (B, A) marks values that are unexpectedly NaN or infinite.
+class HeadMeasurements:
+    """The statistics (B, A) and profiles (B, A, bins) of a batch for the A heads of one kind of site: ``self``,
+    ``encoder`` or ``cross``.
+
+    Attributes:
+        sequence: Index of each sequence in its corpus or file (B,).
+        nonfinite: (B, A), True where a value is unexpectedly NaN or infinite.
     """
 
     site: str
+    sequence: np.ndarray
     layer: np.ndarray
     head: np.ndarray
     kv_head: np.ndarray
@@ -86,51 +95,65 @@ class HeadNumbers:
     nonfinite: np.ndarray
 
     @classmethod
-    def of(cls, grid: HeadGrid, values: Mapping[str, Tensor], nonfinite: Tensor) -> HeadNumbers:
+    def of(
+        cls, grid: HeadGrid, sequence: Sequence[int], values: Mapping[str, Tensor], nonfinite: Tensor
+    ) -> HeadMeasurements:
         """Select a grid's heads from arrays (B, L, H) and (B, L, H, bins)."""
         layer, head = np.array(list(grid.heads()), dtype=np.int16).reshape(-1, 2).T
         kv_head = np.array([kv_head for site in grid.sites for kv_head in site.kv_head_of], dtype=np.int16)
-        columns = {name: numbers.numpy()[:, layer, head] for name, numbers in values.items()}
-        return cls(grid.kind, layer, head, kv_head, columns, nonfinite.numpy()[:, layer, head])
+        columns = {name: values_BLH.numpy()[:, layer, head] for name, values_BLH in values.items()}
+        indices = np.array(sequence, dtype=np.int32)
+        return cls(grid.kind, indices, layer, head, kv_head, columns, nonfinite.numpy()[:, layer, head])
 
     @classmethod
-    def of_batches(cls, parts: Sequence[HeadNumbers]) -> HeadNumbers:
+    def of_batches(cls, batches: Sequence[HeadMeasurements]) -> HeadMeasurements:
         """Join several batches of the same heads."""
-        values = {name: np.concatenate([part.values[name] for part in parts]) for name in parts[0].values}
-        return replace(parts[0], values=values, nonfinite=np.concatenate([part.nonfinite for part in parts]))
+        return replace(
+            batches[0],
+            sequence=np.concatenate([batch.sequence for batch in batches]),
+            values={name: np.concatenate([batch.values[name] for batch in batches]) for name in batches[0].values},
+            nonfinite=np.concatenate([batch.nonfinite for batch in batches]),
+        )
 
     @classmethod
-    def of_ranges(cls, parts: Sequence[HeadNumbers]) -> HeadNumbers:
+    def of_ranges(cls, ranges: Sequence[HeadMeasurements]) -> HeadMeasurements:
         """Join several ranges of layers of the same batch."""
-        return cls(
-            parts[0].site,
-            np.concatenate([part.layer for part in parts]),
-            np.concatenate([part.head for part in parts]),
-            np.concatenate([part.kv_head for part in parts]),
-            {name: np.concatenate([part.values[name] for part in parts], axis=1) for name in parts[0].values},
-            np.concatenate([part.nonfinite for part in parts], axis=1),
+        return replace(
+            ranges[0],
+            layer=np.concatenate([layer_range.layer for layer_range in ranges]),
+            head=np.concatenate([layer_range.head for layer_range in ranges]),
+            kv_head=np.concatenate([layer_range.kv_head for layer_range in ranges]),
+            values={
+                name: np.concatenate([layer_range.values[name] for layer_range in ranges], axis=1)
+                for name in ranges[0].values
+            },
+            nonfinite=np.concatenate([layer_range.nonfinite for layer_range in ranges], axis=1),
         )
 
 
-class _MeasureShard(StagedTask[ScanItem, Batch, list[HeadNumbers], ShardTable]):
-    """Pool task: measure every head on every sequence of a shard."""
+class _MeasureShard(StagedTask[ScanItem, Batch, list[HeadMeasurements], ShardTable]):
+    """Pool task: measure every head on every sequence of a shard. A partial result has an element for each kind of
+    site.
+    """
 
     def passes(self, item: ScanItem) -> list[Batch]:
         return whole_batches(list(map(len, item.shard.sequences)), item.batch_tokens, item.rope.group)
 
-    def run(self, lm: LoadedModel, item: ScanItem, batch: Batch) -> list[HeadNumbers]:
-        texts = [item.shard.sequences[row] for row in batch.rows]
-        ids, lengths = pad([text.ids for text in texts], batch.width)
-        of_sites = []
+    def run(self, lm: LoadedModel, item: ScanItem, batch: Batch) -> list[HeadMeasurements]:
+        sequences = [item.shard.sequences[index] for index in batch.sequence_indices]
+        corpus_indices = [sequence.index for sequence in sequences]
+        ids, lengths = pad([sequence.ids for sequence in sequences], batch.width)
+        measurements = []
         for kind in lm.grid.kinds:
             lm_at = lm.at(kind)
-            # `_refuse` checks the values instead, because its message names the document.
+            # Values that are not finite are marked or refused below, where the error can name the document.
             values = collect(lm_at, ids, lengths, statistics=item.statistics, widths=item.widths, keep_nonfinite=True)
-            wrong = find_nonfinite(lm_at.grid, values, lengths, lengths)
+            nonfinite = find_nonfinite(lm_at.grid, values, lengths, lengths)
             if not item.keep_nonfinite:
-                _refuse(kind, wrong, texts)
-            of_sites.append(HeadNumbers.of(lm_at.grid, values, torch.stack(list(wrong.values())).any(0)))
-        return of_sites
+                _refuse_nonfinite(kind, nonfinite, sequences)
+            any_nonfinite_BLH = torch.stack(list(nonfinite.values())).any(0)
+            measurements.append(HeadMeasurements.of(lm_at.grid, corpus_indices, values, any_nonfinite_BLH))
+        return measurements
 
     def size(self, batch: Batch) -> int:
         return batch.tokens
@@ -138,52 +161,53 @@ class _MeasureShard(StagedTask[ScanItem, Batch, list[HeadNumbers], ShardTable]):
     def halves(self, batch: Batch) -> tuple[Batch, ...]:
         return batch.halves()
 
-    def join_halves(self, halves: Sequence[list[HeadNumbers]]) -> list[HeadNumbers]:
-        return [HeadNumbers.of_batches(of_site) for of_site in zip(*halves, strict=True)]
+    def join_halves(self, halves: Sequence[list[HeadMeasurements]]) -> list[HeadMeasurements]:
+        return [HeadMeasurements.of_batches(site_halves) for site_halves in zip(*halves, strict=True)]
 
-    def join(self, item: ScanItem, partials: Sequence[Sequence[list[HeadNumbers]]]) -> ShardTable:
-        batches = [[HeadNumbers.of_ranges(of_site) for of_site in zip(*ranges, strict=True)] for ranges in partials]
-        order = np.argsort([row for batch in self.passes(item) for row in batch.rows])
-        indices = [text.index for text in item.shard.sequences]
+    def join(self, item: ScanItem, partials: Sequence[Sequence[list[HeadMeasurements]]]) -> ShardTable:
+        batches = [
+            [HeadMeasurements.of_ranges(site_ranges) for site_ranges in zip(*ranges, strict=True)]
+            for ranges in partials
+        ]
         tables, nonfinite_rows = [], 0
-        for of_site in zip(*batches, strict=True):
-            numbers = HeadNumbers.of_batches(of_site)
-            nonfinite_rows += int(numbers.nonfinite.sum())
-            tables.append(head_table(numbers, order, indices))
+        for site_batches in zip(*batches, strict=True):
+            measurements = HeadMeasurements.of_batches(site_batches)
+            nonfinite_rows += int(measurements.nonfinite.sum())
+            tables.append(head_table(measurements))
         return ShardTable(pa.concat_tables(tables), nonfinite_rows)
 
 
+#: The task of a scan. A pool calls it like a function (`StagedTask.__call__`), or runs its passes by layer ranges.
 measure_shard = _MeasureShard("measure_shard")
 
 
-def _refuse(kind: str, wrong: Mapping[str, Tensor], texts: Sequence[corpora.TokenSequence]) -> None:
-    """Raise for the first layer with a wrong value, because later layers follow from it."""
-    first = first_nonfinite(wrong)
+def _refuse_nonfinite(kind: str, nonfinite: Mapping[str, Tensor], sequences: Sequence[corpora.TokenSequence]) -> None:
+    """Raise for the first layer with a value that is not finite, because later layers follow from it."""
+    first = first_nonfinite(nonfinite)
     if first is None:
         return
     name, layer, row = first
-    text = texts[row]
+    sequence = sequences[row]
     raise NotFiniteError(
-        f"{name} is not finite in layer {layer}, {kind} attention, of sequence {text.index} (document {text.document}, "
-        f"{text.source}), because the model's activations are NaN or infinite. Load it in another `dtype`, or set "
-        "`keep_nonfinite=True` to store such values as NULL"
+        f"{name} is not finite in layer {layer}, {kind} attention, of sequence {sequence.index} (document "
+        f"{sequence.document}, {sequence.source}), because the model's activations are NaN or infinite. Load it in "
+        "another `dtype`, or set `keep_nonfinite=True` to store such values as NULL"
     )
 
 
-def head_table(numbers: HeadNumbers, order: np.ndarray, indices: list[int]) -> pa.Table:
-    """Return rows by sequence, layer and head. The heads are all of one kind of site; ``order`` has the position of
-    each sequence in ``numbers``, ``indices`` its index in the corpus.
-    """
-    count, heads = len(indices), len(numbers.layer)
+def head_table(measurements: HeadMeasurements) -> pa.Table:
+    """Return rows by sequence, layer and head, in this order."""
+    order = np.argsort(measurements.sequence)
+    sequences, heads = len(order), len(measurements.layer)
     columns: dict[str, Any] = {
-        "sequence": np.repeat(np.asarray(indices, dtype=np.int32), heads),
+        "sequence": np.repeat(measurements.sequence[order], heads),
         # Dictionary-encoded: one string for all rows instead of a Python object per row.
-        "site": pa.DictionaryArray.from_arrays(pa.array(np.zeros(count * heads, dtype=np.int8)), [numbers.site]),
-        "layer": np.tile(numbers.layer, count),
-        "head": np.tile(numbers.head, count),
-        "kv_head": np.tile(numbers.kv_head, count),
+        "site": pa.DictionaryArray.from_arrays(pa.array(np.zeros(sequences * heads, np.int8)), [measurements.site]),
+        "layer": np.tile(measurements.layer, sequences),
+        "head": np.tile(measurements.head, sequences),
+        "kv_head": np.tile(measurements.kv_head, sequences),
     }
-    for name, array in sorted(numbers.values.items()):
-        flat = pa.array(array[order].reshape(-1))
-        columns[name] = flat if array.ndim == 2 else pa.FixedSizeListArray.from_arrays(flat, array.shape[-1])
+    for name, values in sorted(measurements.values.items()):
+        flat = pa.array(values[order].reshape(-1))
+        columns[name] = flat if values.ndim == 2 else pa.FixedSizeListArray.from_arrays(flat, values.shape[-1])
     return pa.table(columns)

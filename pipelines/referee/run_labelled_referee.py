@@ -107,7 +107,7 @@ def total_values(lm: LoadedModel, item: ValuesItem) -> Totals:
     total: Totals = {}
     with intervene(lm, item.intervention):
         for batch in whole_batches(lengths, item.batch_tokens, item.rope.group):
-            for _, sums in run_halving(list(batch.rows), measure, lengths, lm.limits["importance"]):
+            for _, sums in run_halving(list(batch.sequence_indices), measure, lengths, lm.limits["importance"]):
                 _add(total, sums)
     return total
 

@@ -55,7 +55,7 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, RangeResult, list[Respons
 
     def run(self, lm: LoadedModel, item: LikelihoodItem, batch: Batch) -> RangeResult:
         every = distinct_inputs(item.requests)
-        reads = [every[row] for row in batch.rows]
+        reads = [every[row] for row in batch.sequence_indices]
         ids, lengths = pad([read.ids for read in reads], batch.width)
         here = None if item.intervention is None else ablation_here(lm, item.intervention)
         ablated = (0,) * len(reads)
@@ -94,7 +94,7 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, RangeResult, list[Respons
             assert likelihoods is not None
             heads = sum(partial.heads for partial in ranges)
             for row, scored, *ablated in zip(
-                batch.rows, likelihoods, *(partial.ablated for partial in ranges), strict=True
+                batch.sequence_indices, likelihoods, *(partial.ablated for partial in ranges), strict=True
             ):
                 results[row] = InputResult(scored, sum(ablated) / heads)
         return [by_request(reads, results)]

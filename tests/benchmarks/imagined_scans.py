@@ -189,7 +189,7 @@ def scan_imagined(
             texts,
             lambda shard: ImaginedItem(shard, shape, seconds),
             CorpusReport(),
-            total=None,
+            total_sequences=None,
             task=imagine_shard,
         )
     finally:

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from headscan.catalog import panel_names
 from headscan.pipelines.corpora import Shard, TokenSequence
+from headscan.pipelines.measure.run_corpus import ShardTable
 
 _GROUP = 8
 
@@ -67,11 +68,12 @@ def answer(model: object, seconds: float) -> None:
     time.sleep(seconds)
 
 
-def imagine_shard(model: object, item: ImaginedItem) -> Any:
+def imagine_shard(model: object, item: ImaginedItem) -> ShardTable:
     """A pool task with the result of `measure_shard`: a ready-made table for the sequences of this shard."""
     time.sleep(item.seconds)
     indices = np.array([text.index for text in item.shard.sequences], dtype=np.int32)
-    return made_table(item.shape).append_column("sequence", pa.array(indices.repeat(item.shape[0] * item.shape[1]))), 0
+    sequences = pa.array(indices.repeat(item.shape[0] * item.shape[1]))
+    return ShardTable(made_table(item.shape).append_column("sequence", sequences), 0)
 
 
 @cache

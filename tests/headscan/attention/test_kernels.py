@@ -74,7 +74,7 @@ def both_ways(
     found = fused_numbers(needed_numbers(NEEDS), numbers)
     tally = WeightTally(request, Geometry(tokens, tokens, True, False))
     call = ScoredCall(query.double(), key.double(), value.double(), scale, True, window=window, sinks_BHN=sinks)
-    expected_out = attend_blockwise(call, tally.add)
+    expected_out = attend_blockwise(call, tally)
     return {**found, "output": out}, {**tally.numbers().per_query, "output": expected_out}
 
 
@@ -359,20 +359,25 @@ def test_weights_of_blocks_equal_their_definition(
         sinks_BHN=None if sinks is None else sinks.to(**to),
     )
     found = torch.zeros(B, H, N, S, **to).double()
-    taken = 0
 
-    def take(weights: Tensor, first_query: int, first_key: int) -> None:
-        nonlocal taken
-        assert first_query == past + taken
-        found[:, :, taken : taken + weights.shape[2], first_key : first_key + weights.shape[3]] = weights
-        taken += weights.shape[2]
+    class Blocks(WeightTally):
+        taken = 0
 
+        def add(self, weights: Tensor, first_query: int, first_key: int) -> None:
+            taken = self.taken
+            assert first_query == past + taken
+            found[:, :, taken : taken + weights.shape[2], first_key : first_key + weights.shape[3]] = weights
+            self.taken += weights.shape[2]
+
+    ones = torch.ones(B, dtype=torch.long)
+    nothing = AttentionRequest(frozenset(), ones, ones, MassWidths())
+    blocks = Blocks(nothing, call.geometry)
     with torch.no_grad():
-        out = attend_blockwise(call._wide(), take, past)
-    assert taken == N
+        out = attend_blockwise(call._wide(), blocks, past)
+    assert blocks.taken == N
     torch.testing.assert_close(found.cpu(), expected)
     torch.testing.assert_close(out.cpu(), expected @ value.repeat_interleave(G, 1))
-    torch.testing.assert_close(attend_blockwise(call._wide(), lambda *_: None, past), out)
+    torch.testing.assert_close(attend_blockwise(call._wide(), WeightTally(nothing, call.geometry), past), out)
     if past == 0 and not call.cross:
         at = torch.randint(N, (B, 7), generator=generator)
         chosen = expected.gather(2, at[:, None, :, None].expand(-1, H, -1, S))

@@ -57,11 +57,13 @@ def test_a_single_sequence_is_always_tried() -> None:
 def test_batches_keep_groups_apart() -> None:
     rope = RopeLengths(switches=(LIMIT,))
     found = whole_batches(MIXED, 10_000, rope.group)
-    sides = [sorted(MIXED[row] for row in batch.rows) for batch in found]
+    sides = [sorted(MIXED[row] for row in batch.sequence_indices) for batch in found]
     assert sides == [[65, 66, 90, 90, 120, 120], [3, 10, 63, 64]]
     dynamic = whole_batches(MIXED, 10_000, RopeLengths(scaled_above=LIMIT).group)
     assert sorted(len(batch) for batch in dynamic) == [1, 1, 2, 2, 4]
-    assert whole_batches(MIXED, 10_000, RopeLengths().group) == [replace(found[0], rows=(0, 4, 6, 9, 8, 3, 2, 5, 1, 7))]
+    assert whole_batches(MIXED, 10_000, RopeLengths().group) == [
+        replace(found[0], sequence_indices=(0, 4, 6, 9, 8, 3, 2, 5, 1, 7))
+    ]
     assert list(batches([4, 4, 4], 100, groups=["a", "b", "b"])) == [[0], [1, 2]]
 
 

@@ -177,7 +177,7 @@ def test_the_command_of_a_finished_sweep_runs_nothing_and_prints_every_curve(
     map_items = InProcessPool.map
 
     def counted(pool: InProcessPool, task: Any, items: Any) -> Any:
-        asked.append(task.__name__)
+        asked.append(getattr(task, "func", task).__name__)
         return map_items(pool, task, items)
 
     monkeypatch.setattr(InProcessPool, "map", counted)

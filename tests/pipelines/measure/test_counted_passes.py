@@ -24,7 +24,7 @@ def item(spec, corpus_folder) -> ScanItem:
 def test_progress_moves_with_each_pass(spec, item: ScanItem) -> None:
     lm = load_spec(spec, "cpu")
     counts: list[int] = []
-    assert measure_shard.counted(counts.append)(lm, item).heads.equals(measure_shard(lm, item).heads)
+    assert measure_shard(lm, item, on_pass=counts.append).heads.equals(measure_shard(lm, item).heads)
     assert len(counts) > 1
     assert sum(counts) == len(item.shard.sequences)
 
