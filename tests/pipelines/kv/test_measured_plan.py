@@ -80,7 +80,7 @@ def test_a_loss_limit_gives_as_many_windows_as_it_allows(context: ModelContext) 
         assert plan.validation is not None
         assert plan.validation["max_loss"] == limit
         measurement = Measurement.of(config, context)
-        full, windows = measurement.losses(measurement.ranking, [ALL_KEYS, KeptKeys.of_plan(plan)])["text"]
+        full, windows = measurement.nats(measurement.ranking, [ALL_KEYS, KeptKeys.of_plan(plan)])["text"].mean(1)
         assert windows - full <= limit
     assert counts == sorted(counts)
     assert counts[-1] == 24
