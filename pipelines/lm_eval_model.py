@@ -100,8 +100,8 @@ class HeadscanModel(HeadscanLM):
             check_plan(loaded, self._context)
             [self._arm] = plan_arms(loaded, (plan_mode,), 0)
         check_arms(self._context.facts.grid, [self._arm])
-        ask, dtype, rope = self._context.pool.one, self._context.facts.dtype, self._context.identity.rope_lengths
-        self._reading = choose_reading(ask, dtype, rope, [self._arm.intervention], None, lambda line: None)
+        pool, dtype, rope = self._context.pool, self._context.facts.dtype, self._context.identity.rope_lengths
+        self._reading = choose_reading(pool, dtype, rope, [self._arm.intervention], None, lambda line: None)
         self._batch_tokens = batch_tokens
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:

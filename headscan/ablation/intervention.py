@@ -4,8 +4,8 @@ The whole output of an ablated head is replaced, for all tokens, before the outp
 ablation names another value. Nothing is renormalised (arXiv 2504.03889, 1905.10650). "Inactive" (nothing is lost at
 zero) and "constant" (nothing is lost at the mean) are different findings, so every ablation names the value that it
 tests. Another intervention is a subclass of `Intervention` (`KvWindows` in ``headscan.kv``), of `Ablation` if it
-replaces outputs (`SiteMask` in ``masks.py``), or of `LayerwiseAblation` if the
-scores of a layer decide (`HeadRule` in ``rules.py``), and an entry in ``headscan.__init__``.
+replaces outputs (`SiteMask` in ``masks.py``), or of `LayerwiseAblation` if the scores of a layer decide (`HeadRule` in
+``rules.py``), and an entry in ``headscan.__init__``.
 
 Shapes: B sequences, N tokens, L layers, H query heads, D width of a head's output.
 """
@@ -47,15 +47,15 @@ class InterventionRecord:
         self.input_keys = input_keys
         self._shape = lm.grid.shape
         self._ablated: dict[int, Tensor] = {}
-        self._rows = 0
-        self._heads = lm.grid.total_heads
+        self._sequences = 0
+        self._total_heads = lm.grid.total_heads
 
     @property
     def ablated(self) -> Tensor | None:
         """Heads ablated in the last pass: bool (B, L, H), False where a layer lacks one; None before the first pass."""
         if not self._ablated:
             return None
-        ablated_BLH = torch.zeros(self._rows, *self._shape, dtype=torch.bool)
+        ablated_BLH = torch.zeros(self._sequences, *self._shape, dtype=torch.bool)
         for layer, ablated_BH in self._ablated.items():
             ablated_BLH[:, layer, : ablated_BH.shape[1]] = ablated_BH.cpu()
         return ablated_BLH
@@ -74,7 +74,7 @@ class InterventionRecord:
         """
         if (ablated_BLH := self.ablated) is None:
             raise InterventionError("no forward pass has run yet. Run the model inside the context first")
-        return ablated_BLH.sum((1, 2)).double() / self._heads
+        return ablated_BLH.sum((1, 2)).double() / self._total_heads
 
     @property
     def ablated_share(self) -> float:
@@ -85,8 +85,8 @@ class InterventionRecord:
         """Return the keys of a batch; raise if `input_keys` do not fit it."""
         if self.input_keys is None:
             return list(range(sequences))
-        given = self.input_keys
-        keys = given.tolist() if isinstance(given, Tensor) else [int(key) for key in given]
+        input_keys = self.input_keys
+        keys = input_keys.tolist() if isinstance(input_keys, Tensor) else [int(key) for key in input_keys]
         if len(keys) != sequences or min(keys) < 0:
             raise InterventionError(
                 f"keys {keys[:8]} do not fit a batch of {sequences} sequences. Set `input_keys` (or "
@@ -97,9 +97,9 @@ class InterventionRecord:
     def note(self, site: AttentionSite, ablated_BH: Tensor) -> None:
         """Record the ablated heads of one layer, on their device: a copy from the GPU would block every layer."""
         # A pass may start above the first layer, but never returns to a lower one.
-        if self._ablated and (site.layer <= max(self._ablated) or len(ablated_BH) != self._rows):
+        if self._ablated and (site.layer <= max(self._ablated) or len(ablated_BH) != self._sequences):
             self._ablated = {}
-        self._rows = len(ablated_BH)
+        self._sequences = len(ablated_BH)
         self._ablated[site.layer] = ablated_BH
 
 
@@ -150,10 +150,10 @@ class StoredOutputs(Replacement):
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
-        own = {layer: self.by_layer[layer].detach().cpu().clone() for layer in sorted(self.by_layer)}
-        object.__setattr__(self, "by_layer", own)
+        by_layer = {layer: self.by_layer[layer].detach().cpu().clone() for layer in sorted(self.by_layer)}
+        object.__setattr__(self, "by_layer", by_layer)
         digest = hashlib.sha256(repr((type(self).__name__, self._settings())).encode())
-        for layer, outputs in own.items():
+        for layer, outputs in by_layer.items():
             digest.update(f"{layer} {tuple(outputs.shape)} {outputs.dtype}".encode())
             digest.update(outputs.contiguous().view(torch.uint8).numpy().tobytes())
         object.__setattr__(self, "digest", digest.hexdigest()[:16])
@@ -176,15 +176,15 @@ class StoredOutputs(Replacement):
             )
         for layer in layers:
             site = grid.site_of(layer)
-            shape = (site.num_attention_heads, site.value_dim)
+            layer_shape = (site.num_attention_heads, site.value_dim)
             if layer not in self.by_layer:
                 raise InterventionError(
                     f"no {self.kind} outputs of layer {layer}: they were not collected. Collect them on a corpus"
                 )
-            if (given := tuple(self.by_layer[layer].shape[-2:])) != shape:
+            if (shape := tuple(self.by_layer[layer].shape[-2:])) != layer_shape:
                 raise InterventionError(
-                    f"{self.kind} outputs of layer {layer} have shape {given} (limit {shape}). Collect those of this "
-                    "model"
+                    f"{self.kind} outputs of layer {layer} have shape {shape} (limit {layer_shape}). Collect those of "
+                    "this model"
                 )
 
     def stored(self, layer: int) -> Tensor:
@@ -203,7 +203,7 @@ class OutputReplacer:
 
     def __init__(self, replacement: Replacement, record: InterventionRecord) -> None:
         self._replacement, self._record = replacement, record
-        self._here: dict[tuple[int, torch.device, torch.dtype], Tensor | None] = {}
+        self._on_device: dict[tuple[int, torch.device, torch.dtype], Tensor | None] = {}
 
     def __call__(self, site: AttentionSite, outputs_BNHD: Tensor, ablated: Tensor) -> Tensor:
         """Return the outputs (B, N, H, D) with those of ``ablated`` heads, bool (H,) or (B, H), replaced."""
@@ -218,10 +218,10 @@ class OutputReplacer:
     def _stored(self, site: AttentionSite, outputs_BNHD: Tensor) -> Tensor | None:
         """Return the stored outputs of a layer; copied once to each device."""
         key = (site.layer, outputs_BNHD.device, outputs_BNHD.dtype)
-        if key not in self._here:
+        if key not in self._on_device:
             stored = self._replacement.stored(site.layer)
-            self._here[key] = None if stored is None else stored.to(outputs_BNHD.device, outputs_BNHD.dtype)
-        return self._here[key]
+            self._on_device[key] = None if stored is None else stored.to(outputs_BNHD.device, outputs_BNHD.dtype)
+        return self._on_device[key]
 
 
 class Intervention(ABC):
@@ -294,8 +294,8 @@ class Ablation(Intervention):
 
     def check_replacement(self, grid: HeadGrid) -> None:
         """Raise if the values do not fit the heads that may be ablated."""
-        fixed = self.fixed_heads
-        layers = {site.layer for site in grid.sites} if fixed is None else {head.layer for head in fixed}
+        heads = self.fixed_heads
+        layers = {site.layer for site in grid.sites} if heads is None else {head.layer for head in heads}
         self.replacement.check(grid, sorted(layers))
 
 

@@ -75,7 +75,8 @@ class HeadMask(LayerwiseAblation):
         count = head_count(share, int((~values.isnan()).sum()))
         # NaN sorts last, and ties go by layer and head.
         lowest = values.flatten().sort(stable=True).indices[:count]
-        return cls(((int(place) // values.shape[1], int(place) % values.shape[1]) for place in lowest), replacement)
+        heads_of_layer = values.shape[1]
+        return cls(((int(index) // heads_of_layer, int(index) % heads_of_layer) for index in lowest), replacement)
 
     @property
     def fixed_heads(self) -> tuple[Head, ...]:
@@ -101,20 +102,19 @@ class _MaskHook:
         self.record = record
         layers = {layer for layer, _ in lm.grid.check(mask.heads)}
         mask.check_replacement(lm.grid)
-        self._fill = OutputReplacer(mask.replacement, record)
-        self.ablated = {site.layer: mask.heads_at(site) for site in lm.grid.sites if site.layer in layers}
-        self._on_device: dict[int, Tensor] = {}  # the same, on the device of each layer
+        self._replacer = OutputReplacer(mask.replacement, record)
+        self._ablated = {site.layer: mask.heads_at(site) for site in lm.grid.sites if site.layer in layers}
+        self._ablated_on_device: dict[int, Tensor] = {}
 
     def __call__(self, site: AttentionSite, outputs_BNHD: Tensor) -> Tensor | None:
-        ablated = self.ablated.get(site.layer)
-        if ablated is None:
+        ablated_H = self._ablated.get(site.layer)
+        if ablated_H is None:
             self.record.note(site, torch.zeros(len(outputs_BNHD), site.num_attention_heads, dtype=torch.bool))
             return None
-        self.record.note(site, ablated.expand(len(outputs_BNHD), -1))
-        here = self._on_device.get(site.layer)
-        if here is None:
-            here = self._on_device[site.layer] = ablated.to(outputs_BNHD.device)
-        return self._fill(site, outputs_BNHD, here)
+        self.record.note(site, ablated_H.expand(len(outputs_BNHD), -1))
+        if site.layer not in self._ablated_on_device:
+            self._ablated_on_device[site.layer] = ablated_H.to(outputs_BNHD.device)
+        return self._replacer(site, outputs_BNHD, self._ablated_on_device[site.layer])
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class _RandomHook:
     def __init__(self, lm: LoadedModel, heads: RandomHeads, record: InterventionRecord) -> None:
         heads.check_replacement(lm.grid)
         self.shape, self.heads, self.record = lm.grid.shape, heads, record
-        self._fill = OutputReplacer(heads.replacement, record)
+        self._replacer = OutputReplacer(heads.replacement, record)
         self._keys: list[int] = []
         self._drawn_BLH = torch.empty(0, *self.shape)
 
@@ -201,4 +201,4 @@ class _RandomHook:
             self._keys = keys
         ablated_BH = self._drawn_BLH[:, site.layer, : site.num_attention_heads]
         self.record.note(site, ablated_BH)
-        return self._fill(site, outputs_BNHD, ablated_BH)
+        return self._replacer(site, outputs_BNHD, ablated_BH)

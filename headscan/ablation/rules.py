@@ -128,20 +128,20 @@ def lengths_in_mask(mask: Any, tokens: int) -> Tensor:
 
 def agreed_lengths(sources: Mapping[str, Tensor], sequences: int, tokens: int) -> Tensor:
     """Return the real tokens (B,) on which all sources, by name, agree; without sources all tokens are real."""
-    known: tuple[str, Tensor] | None = None
+    agreed: tuple[str, Tensor] | None = None
     for name, lengths in sources.items():
         if lengths.shape != (sequences,) or int(lengths.max()) > tokens or int(lengths.min()) < 1:
             raise InterventionError(
                 f"lengths {lengths.tolist()[:8]} ({name}) do not fit a batch of {sequences} sequences of {tokens} "
                 "tokens, and rules need whole inputs. Set `lengths` (or record.lengths) and use no KV cache"
             )
-        if known is not None and not torch.equal(known[1].cpu(), lengths.cpu()):
+        if agreed is not None and not torch.equal(agreed[1].cpu(), lengths.cpu()):
             raise InterventionError(
-                f"the lengths of a pass contradict each other: {known[1].tolist()[:8]} ({known[0]}), "
+                f"the lengths of a pass contradict each other: {agreed[1].tolist()[:8]} ({agreed[0]}), "
                 f"{lengths.tolist()[:8]} ({name}). Give one of them, or equal ones"
             )
-        known = (name, lengths)
-    return torch.full((sequences,), tokens) if known is None else known[1]
+        agreed = (name, lengths)
+    return torch.full((sequences,), tokens) if agreed is None else agreed[1]
 
 
 @dataclass(frozen=True)
@@ -217,39 +217,45 @@ class _RuleHook:
     def __init__(self, lm: LoadedModel, rule: HeadRule, record: InterventionRecord) -> None:
         rule.check_replacement(lm.grid)
         self.rule, self.record = rule, record
-        self._fill = OutputReplacer(rule.replacement, record)
+        self._replacer = OutputReplacer(rule.replacement, record)
         self.padding = PaddingWatch(lm)
         self._lm = lm
         self._statistics = RuleStatistics(lm, rule.score, rule.widths)
-        self._pass = (-1, -1)
-        self._given: Tensor | None = None
+        self._pass_and_layer = (-1, -1)
+        self._record_lengths: Tensor | None = None
         self._lengths: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def on_attention(self, site: AttentionSite, call: AttentionCall) -> Tensor:
-        number, layer = self._pass
-        if self.padding.passes != number or site.layer <= layer or self.record.lengths is not self._given:
+        last_pass, last_layer = self._pass_and_layer
+        if (
+            self.padding.passes != last_pass
+            or site.layer <= last_layer
+            or self.record.lengths is not self._record_lengths
+        ):
             # Another pass, perhaps of another batch.
-            self._given, self._lengths = self.record.lengths, {}
-        self._pass = (self.padding.passes, site.layer)
+            self._record_lengths, self._lengths = self.record.lengths, {}
+        self._pass_and_layer = (self.padding.passes, site.layer)
         return self._statistics.on_attention(call, self._lengths_of(call.sequences, call.geometry.queries, call.device))
 
     def on_outputs(self, site: AttentionSite, outputs_BNHD: Tensor) -> Tensor:
         lengths = self._lengths_of(outputs_BNHD.shape[0], outputs_BNHD.shape[1], outputs_BNHD.device)
-        ablated_BH = self.rule.ablates(score(self._statistics.on_outputs(site, outputs_BNHD, lengths), self.rule.score))
+        scores_BH = score(self._statistics.on_outputs(site, outputs_BNHD, lengths), self.rule.score)
+        ablated_BH = self.rule.heads_at(site, scores_BH)
         self.record.note(site, ablated_BH)
-        return self._fill(site, outputs_BNHD, ablated_BH)
+        return self._replacer(site, outputs_BNHD, ablated_BH)
 
     def _lengths_of(self, sequences: int, tokens: int, device: torch.device) -> Tensor:
         """Return the lengths on a device; computed and copied once a pass, since the pass waits for the copy."""
         key = (sequences, tokens, device)
         if key not in self._lengths:
-            self._lengths[key] = _rule_lengths(self._lm, self._given, self.padding.mask, sequences, tokens).to(device)
+            lengths = _rule_lengths(self._lm, self._record_lengths, self.padding.mask, sequences, tokens)
+            self._lengths[key] = lengths.to(device)
         return self._lengths[key]
 
 
-def _rule_lengths(lm: LoadedModel, given: Tensor | None, mask: object, sequences: int, tokens: int) -> Tensor:
+def _rule_lengths(lm: LoadedModel, record_lengths: Tensor | None, mask: object, sequences: int, tokens: int) -> Tensor:
     """Return real tokens (B,) of a batch, from the caller's lengths and the padding mask of the pass."""
-    sources = {} if given is None else {"given": given}
+    sources = {} if record_lengths is None else {"given": record_lengths}
     if mask is not None:
         sources[mask_argument(lm)] = lengths_in_mask(mask, tokens)
     elif not all(site.causal for site in lm.grid.sites):

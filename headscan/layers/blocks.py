@@ -47,13 +47,13 @@ class Blocks:
     def keep_inputs(self, layers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
         """Keep the inputs (B, N, E) of these layers in each forward pass, without gradients and copies."""
         kept: dict[int, Tensor] = {}
+
+        def keep(layer: int, hidden: Tensor, _: Cache | None) -> None:
+            kept[layer] = hidden.detach()
+
         with ExitStack() as hooks:
             for layer in layers:
-
-                def keep(hidden: Tensor, _: Cache | None, layer: int = layer) -> None:
-                    kept[layer] = hidden.detach()
-
-                hooks.enter_context(self.at(layer).watched(keep))
+                hooks.enter_context(self.at(layer).watched(partial(keep, layer)))
             yield kept
 
     @contextmanager
@@ -89,20 +89,21 @@ def find_blocks(lm: LoadedModel) -> Blocks:
             f"{lm.source} is not a decoder, so its layers cannot run separately. Load a decoder"
         )
     path, modules = _block_list(lm)
-    known = lm.blocks.get(path)
-    if known is None or [block.module for block in known.all] != list(modules)[: len(known.all)]:
-        known = lm.blocks[path] = _watched_blocks(lm, path, modules)
-    return Blocks(lm, path, *known)
+    found = lm.blocks.get(path)
+    if found is None or [block.module for block in found.all] != list(modules)[: len(found.all)]:
+        found = lm.blocks[path] = _watched_blocks(lm, path, modules)
+    return Blocks(lm, path, *found)
 
 
 def _watched_blocks(lm: LoadedModel, path: str, modules: nn.ModuleList) -> FoundBlocks:
-    ran: list[Block] = []
+    """Return the blocks that run in a short pass; raise if they do not run in order, once each."""
+    blocks: list[Block] = []
     order: list[int] = []
     attention: dict[int, Block] = {}
 
     def on_block(index: int, *call: Any) -> None:
         order.append(index)
-        ran.append(_block(f"{path}.{index}", *call))
+        blocks.append(_block(f"{path}.{index}", *call))
 
     def on_attention(site: AttentionSite, *call: Any) -> None:
         with suppress(UnsupportedModelError):
@@ -121,7 +122,7 @@ def _watched_blocks(lm: LoadedModel, path: str, modules: nn.ModuleList) -> Found
             f"the blocks of {path} run in the order {str(order)[1:-1] or '(none)'}, not once each from first to last, "
             "so passes cannot resume at a layer. Run whole passes"
         )
-    return FoundBlocks(tuple(ran), attention)
+    return FoundBlocks(tuple(blocks), attention)
 
 
 def short_text(lm: LoadedModel, tokens: int) -> Tensor:
@@ -143,11 +144,12 @@ def _block_list(lm: LoadedModel) -> tuple[str, nn.ModuleList]:
 
 
 def _block(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Block:
+    """Return the block of a module, from one call of it; raise if the call does not map hidden states to others."""
     _, argument, *_ = inspect.signature(type(module).forward).parameters  # the first is the module itself
     block = Block(module, argument, len(out) - 1 if isinstance(out, tuple) else None)
-    given = block.hidden(args, kwargs) if args or argument in kwargs else None
-    returned = out[0] if isinstance(out, tuple) and out else out
-    if not isinstance(given, Tensor) or not isinstance(returned, Tensor) or given.shape != returned.shape:
+    hidden_in = block.hidden(args, kwargs) if args or argument in kwargs else None
+    hidden_out = out[0] if isinstance(out, tuple) and out else out
+    if not isinstance(hidden_in, Tensor) or not isinstance(hidden_out, Tensor) or hidden_in.shape != hidden_out.shape:
         raise UnsupportedModelError(
             f"{path} does not take and return hidden states first, so it cannot be skipped. Run whole passes"
         )
@@ -168,8 +170,8 @@ class RangePass:
         self.hidden_out: Tensor | None = None
         self._first, self._check_cache = first, check_cache
 
-    def replace_input(self, own: Tensor, cache: Cache | None) -> Tensor | None:
-        """Return the hidden states that replace the first layer's input."""
+    def replace_input(self, layer_input: Tensor, cache: Cache | None) -> Tensor | None:
+        """Return the hidden states that replace the first layer's input; None keeps it."""
         if cache is not None:
             self._check_cache(cache)
         if self.hidden_in is None:
@@ -179,15 +181,16 @@ class RangePass:
                     f"{self._first - 1}"
                 )
             return None
-        if self.hidden_in.shape != own.shape:
+        if self.hidden_in.shape != layer_input.shape:
             raise InterventionError(
                 f"hidden states for layer {self._first} belong to another batch: {tuple(self.hidden_in.shape)} instead "
-                f"of {tuple(own.shape)}. Pass those of the same sequences"
+                f"of {tuple(layer_input.shape)}. Pass those of the same sequences"
             )
-        return self.hidden_in.to(own.device)
+        return self.hidden_in.to(layer_input.device)
 
-    def keep_output(self, own: Tensor, _: Cache | None) -> None:
-        self.hidden_out = own.detach()
+    def keep_output(self, next_input: Tensor, _: Cache | None) -> None:
+        """Keep the input of the layer after the last one."""
+        self.hidden_out = next_input.detach()
 
 
 def running_range(
@@ -219,12 +222,12 @@ def resuming_at(blocks: Blocks, layer: int, hidden: Tensor) -> AbstractContextMa
     attending = [first, *(other for other in others if other >= layer)]
 
     def check_past(cache: Cache) -> None:
-        memories = [cache.layers[index] for index in attending if index < len(cache)]
+        layer_caches = [cache.layers[index] for index in attending if index < len(cache)]
         # A layer that shares another layer's keys has no cache of its own.
-        past = {int(memory.get_seq_length()) for memory in memories if isinstance(memory, CacheLayerMixin)}
-        if len(past) > 1:
+        tokens = {int(each.get_seq_length()) for each in layer_caches if isinstance(each, CacheLayerMixin)}
+        if len(tokens) > 1:
             raise InterventionError(
-                f"the KV cache holds {min(past)} tokens in some layers and {max(past)} in others: cannot resume at "
+                f"the KV cache holds {min(tokens)} tokens in some layers and {max(tokens)} in others: cannot resume at "
                 f"layer {layer}. Pass a cache filled by whole passes, once"
             )
 
@@ -237,8 +240,8 @@ def _running(
 ) -> Iterator[RangePass]:
     range_pass = RangePass(first, hidden_in, check_cache)
     with ExitStack() as changes:
-        for outside in (*blocks[:first], *blocks[last:]):
-            changes.enter_context(outside.skipped())
+        for block in (*blocks[:first], *blocks[last:]):
+            changes.enter_context(block.skipped())
         changes.enter_context(blocks[first].watched(range_pass.replace_input))
         if last < len(blocks):
             changes.enter_context(blocks[last].watched(range_pass.keep_output))
@@ -246,22 +249,22 @@ def _running(
 
 
 #: Tokens of the short text, and how many of them are read into a KV cache first.
-_TOKENS, _CACHED = 8, 3
+_CHECKED_TOKENS, _CACHED_TOKENS = 8, 3
 
 
 class WholePass:
     """The output of a whole pass, with a tolerance."""
 
-    def __init__(self, read: Callable[[], Tensor]) -> None:
-        self.out = read()
+    def __init__(self, run_pass: Callable[[], Tensor]) -> None:
+        self.out = run_pass()
         # Kernels may not be deterministic: the tolerance covers the difference between two equal passes.
-        noise = wide_norm(read() - self.out)
+        noise = wide_norm(run_pass() - self.out)
         self._bound = 4 * (noise + torch.finfo(self.out.dtype).eps * wide_norm(self.out))
 
-    def difference(self, read: Callable[[], Tensor]) -> str | None:
+    def difference(self, run_pass: Callable[[], Tensor]) -> str | None:
         """Return how another pass fails or differs; None if it is equal."""
         try:
-            error = wide_norm(read() - self.out)
+            error = wide_norm(run_pass() - self.out)
         except MODEL_ERRORS as problem:
             return failure(problem)
         if error <= self._bound:
@@ -270,6 +273,7 @@ class WholePass:
 
 
 def failure(problem: Exception) -> str:
+    """Return how a pass fails, from its exception; raise if memory ran out."""
     raise_if_out_of_memory(problem)
     return f"fails: {typed_line(problem)}"
 
@@ -284,53 +288,53 @@ def cannot_resume(
     resume at each layer are compared with whole ones, without a KV cache and with one: two passes a layer.
     ``behind_attention`` gives them the outputs of the layer's heads, too. Call it while no head is ablated.
     """
-    wanted = set(range(len(blocks.all)) if layers is None else layers)
-    for layer in wanted:
+    checked = set(range(len(blocks.all)) if layers is None else layers)
+    for layer in checked:
         blocks.at(layer)
     reasons: dict[int, str] = {}
-    if not wanted:
+    if not checked:
         return reasons
-    for way, cached in (("without a KV cache", 0), ("with a KV cache", _CACHED)):
+    for way, cached_tokens in (("without a KV cache", 0), ("with a KV cache", _CACHED_TOKENS)):
         try:
-            wrong = _differences(blocks, wanted, cached, behind_attention)
+            differences = _differences(blocks, checked, cached_tokens, behind_attention)
         except MODEL_ERRORS as problem:  # of a whole pass
-            wrong = dict.fromkeys(wanted, failure(problem))
-        for layer, what in wrong.items():
-            reasons.setdefault(layer, f"a pass {way} {what}")
+            differences = dict.fromkeys(checked, failure(problem))
+        for layer, difference in differences.items():
+            reasons.setdefault(layer, f"a pass {way} {difference}")
     return reasons
 
 
-def _differences(blocks: Blocks, layers: set[int], cached: int, behind_attention: bool) -> dict[int, str]:
+def _differences(blocks: Blocks, layers: set[int], cached_tokens: int, behind_attention: bool) -> dict[int, str]:
     """Return the layers at which a resumed pass differs, and how."""
-    read, text = _reader(blocks.lm, cached), short_text(blocks.lm, _TOKENS)
+    run_pass, text = _short_pass(blocks.lm, cached_tokens), short_text(blocks.lm, _CHECKED_TOKENS)
     with blocks.keep_inputs(layers) as kept, blocks.keep_heads(layers) as heads:
-        whole = WholePass(lambda: read(text))
+        whole = WholePass(lambda: run_pass(text))
     # Hidden state that blocks share now belongs to another text. The highest layer comes first, so that no lower
     # block writes it again.
-    read(text.flip(0))
-    wrong: dict[int, str] = {}
+    run_pass(text.flip(0))
+    differences: dict[int, str] = {}
     for layer in sorted(layers, reverse=True):
         if behind_attention and not (layer in blocks.attention and layer in heads):
-            wrong[layer] = "cannot skip its attention"
+            differences[layer] = "cannot skip its attention"
             continue
         attention = blocks.with_heads(layer, heads[layer]) if behind_attention else nullcontext()
         with resuming_at(blocks, layer, kept[layer]), attention:
-            difference = whole.difference(lambda: read(text))
+            difference = whole.difference(lambda: run_pass(text))
         if difference is not None:
-            wrong[layer] = difference
-    return wrong
+            differences[layer] = difference
+    return differences
 
 
-def _reader(lm: LoadedModel, cached: int) -> Callable[[Tensor], Tensor]:
+def _short_pass(lm: LoadedModel, cached_tokens: int) -> Callable[[Tensor], Tensor]:
     """Return a pass over ids (B, N) that continues a KV cache; its logits are those after the cached tokens."""
-    if not cached:
+    if not cached_tokens:
         return lambda ids: lm.model(input_ids=ids, use_cache=False).logits
-    first = short_text(lm, _TOKENS)[:, :cached]
-    past = lm.model(input_ids=first, use_cache=True).past_key_values
+    first = short_text(lm, _CHECKED_TOKENS)[:, :cached_tokens]
+    first_cache = lm.model(input_ids=first, use_cache=True).past_key_values
 
-    def read_on(ids: Tensor) -> Tensor:
-        rest, cache = ids[:, cached:], copy.deepcopy(past)
+    def run_pass(ids: Tensor) -> Tensor:
+        rest, cache = ids[:, cached_tokens:], copy.deepcopy(first_cache)
         logits: Tensor = lm.model(input_ids=rest, past_key_values=cache, use_cache=True).logits
         return logits
 
-    return read_on
+    return run_pass

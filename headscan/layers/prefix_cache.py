@@ -19,7 +19,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import MODEL_ERRORS, raise_if_out_of_memory
 
 #: Tokens of the prefix and of its continuation in the check of `shares_prefixes`.
-_CHECKED = (9, 5)
+_CHECKED_TOKENS = (9, 5)
 
 
 class Prefix:
@@ -60,11 +60,11 @@ def shares_prefixes(lm: LoadedModel) -> bool:
     frequencies depend on the length (`LoadedModel.rope_lengths`), the result holds for sequences with those of their
     prefix.
     """
-    prefix, rest = _CHECKED
+    prefix, rest = _CHECKED_TOKENS
     vocabulary = lm.model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(min(vocabulary, 1000), (3, prefix + rest), generator=generator)
-    half = prefix // 2
+    half = prefix // 2  # the part of the prefix that all three sequences have
     ids[1:, :half] = ids[0, :half]
     ids[2, :prefix] = ids[0, :prefix]
     ids = ids.to(input_device(lm.model))
@@ -83,11 +83,11 @@ def shares_prefixes(lm: LoadedModel) -> bool:
     return True
 
 
-def nearly_equal(ours: Tensor, whole: Tensor) -> bool:
-    """Return True if hidden states equal those of whole sequences."""
+def nearly_equal(hidden: Tensor, whole: Tensor) -> bool:
+    """Return True if hidden states equal those of whole sequences, but for rounding."""
     # Kernels sum in another order for another shape, which costs a few roundings through all layers.
     tolerance = max(1e-4, 8 * torch.finfo(whole.dtype).eps)
-    return bool(wide_norm(ours - whole) <= tolerance * wide_norm(whole))
+    return bool(wide_norm(hidden - whole) <= tolerance * wide_norm(whole))
 
 
 class _Filled(Exception):
@@ -122,10 +122,10 @@ class _Continuation(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         layer: Any = self.layers[layer_idx]
-        before = (layer.keys, layer.values)
+        prefix_keys, prefix_values = layer.keys, layer.values
         _spread(layer, self._rows)
         full: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        layer.keys, layer.values = before
+        layer.keys, layer.values = prefix_keys, prefix_values
         return full
 
 

@@ -26,7 +26,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -77,15 +77,15 @@ class SharedRow:
         A model without a mask takes positions that jump for several sequences, and makes an N x N mask that
         nothing reads.
         """
-        past = len(self.prefix)
+        prefix_tokens = len(self.prefix)
         ids: list[int] = []
         positions: list[int] = []
         for group in self.groups:
             ids += self.prefix
-            positions += range(past)
+            positions += range(prefix_tokens)
             for index in group:
                 ids += self.endings[index]
-                positions += range(past, past + len(self.endings[index]))
+                positions += range(prefix_tokens, prefix_tokens + len(self.endings[index]))
         return {
             "input_ids": torch.tensor([ids], device=device),
             "position_ids": torch.tensor([positions], device=device),
@@ -99,18 +99,18 @@ class SharedRow:
         return [0, *accumulate(tokens)][:-1]
 
     @cached_property
-    def starts(self) -> list[int]:
+    def ending_starts(self) -> list[int]:
         """Index of each ending's first token in the row."""
-        starts = [0] * len(self.endings)
-        for group, at in zip(self.groups, self.prefix_starts, strict=True):
-            place = at + len(self.prefix)
+        ending_starts = [0] * len(self.endings)
+        for group, prefix_start in zip(self.groups, self.prefix_starts, strict=True):
+            start = prefix_start + len(self.prefix)
             for index in group:
-                starts[index] = place
-                place += len(self.endings[index])
-        return starts
+                ending_starts[index] = start
+                start += len(self.endings[index])
+        return ending_starts
 
     @cached_property
-    def lengths(self) -> Tensor:
+    def ending_lengths(self) -> Tensor:
         """Tokens of each ending (R,)."""
         return torch.tensor([len(ending) for ending in self.endings])
 
@@ -118,29 +118,34 @@ class SharedRow:
         """Return the row of these groups of endings, each of which shares a prefix here, and its tokens' indices here.
         Endings keep their order; those in no group are left out.
         """
-        past = len(self.prefix)
-        chosen = sorted(index for group in groups for index in group)
-        new = {index: place for place, index in enumerate(chosen)}
-        own_prefix = {i: at for group, at in zip(self.groups, self.prefix_starts, strict=True) for i in group}
-        runs: list[Tensor] = []
+        kept = sorted(index for group in groups for index in group)
+        new_index = {index: number for number, index in enumerate(kept)}
+        prefix_start = {i: start for group, start in zip(self.groups, self.prefix_starts, strict=True) for i in group}
+        token_ranges: list[Tensor] = []
         for group in groups:
-            runs.append(torch.arange(own_prefix[group[0]], own_prefix[group[0]] + past))
-            runs += [torch.arange(self.starts[i], self.starts[i] + len(self.endings[i])) for i in group]
-        endings = tuple(self.endings[index] for index in chosen)
-        return SharedRow(self.prefix, endings, tuple(tuple(new[i] for i in group) for group in groups)), torch.cat(runs)
+            start = prefix_start[group[0]]
+            token_ranges.append(torch.arange(start, start + len(self.prefix)))
+            token_ranges += [
+                torch.arange(self.ending_starts[i], self.ending_starts[i] + len(self.endings[i])) for i in group
+            ]
+        endings = tuple(self.endings[index] for index in kept)
+        new_groups = tuple(tuple(new_index[index] for index in group) for group in groups)
+        return SharedRow(self.prefix, endings, new_groups), torch.cat(token_ranges)
 
 
 class RowSplit(Exception):
-    """Raised when the ablated heads of a layer, bool (R, H) on the CPU, differ between sequences of a group."""
+    """Raised to stop the pass in a layer whose ablated heads, bool (R, H) on the CPU, differ between sequences of a
+    group.
+    """
 
-    def __init__(self, layer: int, ablated: Tensor) -> None:
+    def __init__(self, layer: int, ablated_RH: Tensor) -> None:
         super().__init__(f"in layer {layer}")
-        self.layer, self.ablated = layer, ablated
+        self.layer, self.ablated_RH = layer, ablated_RH
 
 
 class SharedRowHooks:
     """Attention and ablation in one pass over a shared row. ``statistics`` are those of the rules' score; None makes
-    them.
+    them. ``layer_input`` is the input (1, N, E) of the layer that runs.
     """
 
     def __init__(
@@ -151,10 +156,10 @@ class SharedRowHooks:
         statistics: RuleStatistics | None = None,
     ) -> None:
         self._row = row
-        kinds = {ablation: number for number, ablation in enumerate(dict.fromkeys(ablated))}
-        self._ablations = list(kinds)
-        self._ablation_R = torch.tensor([kinds[ablation] for ablation in ablated])
-        for ablation in kinds:
+        numbers = {ablation: number for number, ablation in enumerate(dict.fromkeys(ablated))}
+        self._ablations = list(numbers)
+        self._ablation_R = torch.tensor([numbers[ablation] for ablation in ablated])
+        for ablation in self._ablations:
             if not ablation.may_share_rows:
                 raise InterventionError(
                     f"{ablation.label} needs whole inputs, not shared rows. Run each input in a row of its own"
@@ -168,69 +173,92 @@ class SharedRowHooks:
             )
         (replacement,) = replacements
         self._replacer = OutputReplacer(replacement, InterventionRecord(lm, None))
-        statistics = _statistics_of(lm, kinds) if statistics is None else statistics
-        self._score = statistics.score
-        self._prefix, self._endings, self._alone = (statistics.fresh() for _ in range(3))
+        statistics = _statistics_of(lm, self._ablations) if statistics is None else statistics
+        self._score_name = statistics.score
+        self._prefix_statistics = statistics.fresh()
+        self._ending_statistics = statistics.fresh()
+        self._single_statistics = statistics.fresh()
         self._layouts: dict[torch.device, _Layout] = {}
-        self._ablated: dict[torch.device, Tensor] = {}
+        self._ablated_counts: dict[torch.device, Tensor] = {}
+        self.layer_input: Tensor | None = None
 
     @property
     def ablated_R(self) -> Tensor:
         """Number of heads ablated in each sequence (R,), on the CPU."""
-        counts = torch.zeros(len(self._row.endings), dtype=torch.long)
-        return sum((count.cpu() for count in self._ablated.values()), counts)
+        zeros_R = torch.zeros(len(self._row.endings), dtype=torch.long)
+        return sum((counts.cpu() for counts in self._ablated_counts.values()), zeros_R)
+
+    def on_layer_input(self, hidden: Tensor, _: object) -> None:
+        """Keep the input of a layer, from which the pass can resume."""
+        self.layer_input = hidden
 
     def on_attention(self, site: AttentionSite, call: AttentionCall) -> Tensor:
+        """Let each ending attend to its prefix and itself, and measure the statistics of the rules."""
         if not isinstance(call, ScoredCall) or call.bias is not None:
             raise UnsupportedModelError("attention with a position bias cannot run in shared rows. Run whole sequences")
-        here, outs = self._layout(call.device), []
-        if (shared := here.shared) is not None:
-            outs.append(self._prefix.on_attention(_as_sequences(call, shared.prefixes), shared.past))
-            after = _as_sequences(call, shared.endings, shared.prefixes[shared.group])
-            outs.append(self._endings.on_attention(after, shared.lengths, shared.prefixes.shape[1]))
-        if (alone := here.alone) is not None:
-            outs.append(self._alone.on_attention(_as_sequences(call, alone.places), alone.lengths))
+        layout, outs = self._layout(call.device), []
+        if (groups := layout.groups) is not None:
+            outs.append(
+                self._prefix_statistics.on_attention(_as_sequences(call, groups.prefixes_GP), groups.prefix_lengths_G)
+            )
+            endings_call = _as_sequences(call, groups.endings_RT, groups.prefixes_GP[groups.group_R])
+            prefix_tokens = groups.prefixes_GP.shape[1]
+            outs.append(self._ending_statistics.on_attention(endings_call, groups.ending_lengths_R, prefix_tokens))
+        if (singles := layout.singles) is not None:
+            outs.append(self._single_statistics.on_attention(_as_sequences(call, singles.tokens_RT), singles.lengths_R))
         flat_MHD = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs])
-        return flat_MHD[here.order].transpose(0, 1)[None]
+        return flat_MHD[layout.flat_index_N].transpose(0, 1)[None]
 
     def on_outputs(self, site: AttentionSite, outputs_BNHD: Tensor) -> Tensor:
-        here = self._layout(outputs_BNHD.device)
-        ablated_RH = known_RH = self._ablated_heads(site, outputs_BNHD, here)
-        if here.shared is not None:
-            known_RH = ablated_RH.cpu()  # The one time in a layer that a GPU is waited for.
+        """Score the heads of a layer for each sequence, and replace the outputs of those ablated. Raise RowSplit if
+        they differ between sequences that share a copy of the prefix.
+        """
+        layout = self._layout(outputs_BNHD.device)
+        ablated_RH = self._ablated_heads(site, outputs_BNHD, layout)
+        ablated_on_cpu = ablated_RH if ablated_RH.is_cpu else None
+        if layout.groups is not None:
+            ablated_on_cpu = ablated_RH.cpu()  # The one time in a layer that a GPU is waited for.
             for group in self._row.groups:
-                if len(group) > 1 and bool((known_RH[list(group)] != known_RH[group[0]]).any()):
-                    raise RowSplit(site.layer, known_RH)
-        if known_RH.is_cpu and not bool(known_RH.any()):
+                if len(group) > 1 and bool((ablated_on_cpu[list(group)] != ablated_on_cpu[group[0]]).any()):
+                    raise RowSplit(site.layer, ablated_on_cpu)
+        if ablated_on_cpu is not None and not bool(ablated_on_cpu.any()):
             return outputs_BNHD
         ablated_RH = ablated_RH.to(outputs_BNHD.device, non_blocking=True)
         ablated_R = ablated_RH.sum(1)
-        before = self._ablated.get(ablated_R.device)
-        self._ablated[ablated_R.device] = ablated_R if before is None else before + ablated_R
+        counts = self._ablated_counts.get(ablated_R.device)
+        self._ablated_counts[ablated_R.device] = ablated_R if counts is None else counts + ablated_R
         # Each token as a sequence of its own.
-        return self._replacer(site, outputs_BNHD.transpose(0, 1), ablated_RH[here.owner]).transpose(0, 1)
+        return self._replacer(site, outputs_BNHD.transpose(0, 1), ablated_RH[layout.sequence_N]).transpose(0, 1)
 
-    def _ablated_heads(self, site: AttentionSite, outputs_BNHD: Tensor, here: _Layout) -> Tensor:
+    def _ablated_heads(self, site: AttentionSite, outputs_BNHD: Tensor, layout: _Layout) -> Tensor:
         """Return the ablated heads of each sequence, bool (R, H): on the CPU if no score decides."""
-        if self._score is None:
+        if self._score_name is None:
             return torch.stack([ablation.heads_at(site, None) for ablation in self._ablations])[self._ablation_R]
-        scores_RH = self._scores(self._score, site, outputs_BNHD, here)
+        scores_RH = self._scores(self._score_name, site, outputs_BNHD, layout)
         ablated_RH = torch.zeros_like(scores_RH, dtype=torch.bool)
         for number, ablation in enumerate(self._ablations):
-            by_this = ablation.heads_at(site, scores_RH).to(scores_RH.device, non_blocking=True)
-            ablated_RH = torch.where((here.ablation == number)[:, None], by_this, ablated_RH)
+            by_ablation = ablation.heads_at(site, scores_RH).to(scores_RH.device, non_blocking=True)
+            ablated_RH = torch.where((layout.ablation_R == number)[:, None], by_ablation, ablated_RH)
         return ablated_RH
 
-    def _scores(self, name: str, site: AttentionSite, outputs_BNHD: Tensor, here: _Layout) -> Tensor:
+    def _scores(self, name: str, site: AttentionSite, outputs_BNHD: Tensor, layout: _Layout) -> Tensor:
+        """Return the scores of a layer's heads in each sequence, (R, H)."""
+        outputs_NHD = outputs_BNHD[0]
         scores: list[Tensor] = []
-        if (shared := here.shared) is not None:
-            before = self._prefix.on_outputs(site, outputs_BNHD[0, shared.prefixes], shared.past)
-            after = self._endings.on_outputs(site, outputs_BNHD[0, shared.endings], shared.lengths)
-            of_own = {statistic: values[shared.group] for statistic, values in before.items()}
-            scores.append(score(_joined(of_own, shared.prefixes.shape[1], after, shared.lengths), name))
-        if (alone := here.alone) is not None:
-            scores.append(score(self._alone.on_outputs(site, outputs_BNHD[0, alone.places], alone.lengths), name))
-        return torch.cat(scores)[here.sequence]
+        if (groups := layout.groups) is not None:
+            group_values = self._prefix_statistics.on_outputs(
+                site, outputs_NHD[groups.prefixes_GP], groups.prefix_lengths_G
+            )
+            prefix_values = {statistic: values[groups.group_R] for statistic, values in group_values.items()}
+            ending_values = self._ending_statistics.on_outputs(
+                site, outputs_NHD[groups.endings_RT], groups.ending_lengths_R
+            )
+            prefix_tokens = groups.prefixes_GP.shape[1]
+            scores.append(score(_joined(prefix_values, prefix_tokens, ending_values, groups.ending_lengths_R), name))
+        if (singles := layout.singles) is not None:
+            values = self._single_statistics.on_outputs(site, outputs_NHD[singles.tokens_RT], singles.lengths_R)
+            scores.append(score(values, name))
+        return torch.cat(scores)[layout.score_row_R]
 
     def _layout(self, device: torch.device) -> _Layout:
         if device not in self._layouts:
@@ -240,142 +268,177 @@ class SharedRowHooks:
 
 def _statistics_of(lm: LoadedModel, ablated: Iterable[LayerwiseAblation]) -> RuleStatistics:
     """Return the statistics of the rules' score, none without rules; raise if there are several scores."""
-    scores = {(each.score, each.widths) for each in ablated if isinstance(each, HeadRule)}
+    scores = {(rule.score, rule.widths) for rule in ablated if isinstance(rule, HeadRule)}
     if len(scores) > 1:
         names = sorted(f"{name}{'' if widths == MassWidths() else f' with {widths}'}" for name, widths in scores)
         raise InterventionError(f"scores of the rules in a shared row: {', '.join(names)} (limit 1). Use one score")
     return RuleStatistics(lm, *scores.pop()) if scores else RuleStatistics(lm, None)
 
 
-class _Shared(NamedTuple):
-    """Endings of which several share a copy of the prefix.
+class _Groups(NamedTuple):
+    """Groups of several endings that share a copy of the prefix. R counts the endings of all groups.
 
     Attributes:
-        prefixes: Indices of the copies' tokens (G, P).
-        past: Their lengths (G,).
-        group: The copy of each ending (R,).
-        endings: Indices of the endings' tokens (R, T), padded with the last one.
-        lengths: Tokens of each ending (R,).
+        prefixes_GP: Indices of the copies' tokens.
+        prefix_lengths_G: Their lengths.
+        group_R: The group of each ending.
+        endings_RT: Indices of the endings' tokens, padded with the last one.
+        ending_lengths_R: Tokens of each ending.
     """
 
-    prefixes: Tensor
-    past: Tensor
-    group: Tensor
-    endings: Tensor
-    lengths: Tensor
+    prefixes_GP: Tensor
+    prefix_lengths_G: Tensor
+    group_R: Tensor
+    endings_RT: Tensor
+    ending_lengths_R: Tensor
 
 
-class _Alone(NamedTuple):
-    """Sequences that have a copy of the prefix to themselves: indices of their tokens (R, T), padded with the last one,
-    and their numbers (R,).
+class _Singles(NamedTuple):
+    """Sequences that have a copy of the prefix to themselves: indices of their tokens, prefix included, padded with the
+    last one, and their lengths.
     """
 
-    places: Tensor
-    lengths: Tensor
+    tokens_RT: Tensor
+    lengths_R: Tensor
 
 
 class _Layout(NamedTuple):
     """Where the sequences of a row are, copied to a device once.
 
+    A prefix p of 2 tokens and the endings a of 2 tokens and b of 1 token, in one group and as two groups::
+
+        index in the row    0   1   2   3   4          0   1   2   3   4   5   6
+        token               p0  p1  a0  a1  b0         p0  p1  a0  a1  p0  p1  b0
+
+        groups.prefixes_GP  [[0, 1]]                   (groups is None)
+        groups.endings_RT   [[2, 3], [4, 4]]
+        singles.tokens_RT   (singles is None)          [[0, 1, 2, 3], [4, 5, 6, 6]]
+        flattened           p0  p1  a0  a1  b0  b0     p0  p1  a0  a1  p0  p1  b0  b0
+        flat_index_N        [0, 1, 2, 3, 4]            [0, 1, 2, 3, 4, 5, 6]
+        sequence_N          [0, 0, 0, 0, 1]            [0, 0, 0, 0, 1, 1, 1]
+        score_row_R         [0, 1]                     [0, 1]
+
     Attributes:
-        shared: Groups of several sequences; None if there are none.
-        alone: Groups of one sequence; None if there are none.
-        order: Index of each token of the row (N,) in the tokens of prefixes, endings and sequences alone, in this
-            order, padding included.
-        owner: A sequence that each token (N,) belongs to.
-        sequence: Place of each sequence (R,) among those that share a prefix, followed by those alone.
-        ablation: Number of each sequence's ablation (R,).
+        groups: None if no endings share a copy of the prefix.
+        singles: None if all do.
+        flat_index_N: Index of each token of the row in the flattened tokens of the groups' prefixes, their endings and
+            the singles, in this order, padding included.
+        sequence_N: A sequence that each token belongs to: of a group's prefix, the first one.
+        score_row_R: Index of each sequence in the endings of groups, followed by the singles.
+        ablation_R: Number of each sequence's ablation.
     """
 
-    shared: _Shared | None
-    alone: _Alone | None
-    order: Tensor
-    owner: Tensor
-    sequence: Tensor
-    ablation: Tensor
+    groups: _Groups | None
+    singles: _Singles | None
+    flat_index_N: Tensor
+    sequence_N: Tensor
+    score_row_R: Tensor
+    ablation_R: Tensor
 
     @classmethod
     def of(cls, row: SharedRow, ablation_R: Tensor, device: torch.device) -> _Layout:
-        past = len(row.prefix)
-        owner, order = torch.empty(len(row), dtype=torch.long), torch.empty(len(row), dtype=torch.long)
-        groups = [(at, group) for at, group in zip(row.prefix_starts, row.groups, strict=True) if len(group) > 1]
-        apart = [(at, group[0]) for at, group in zip(row.prefix_starts, row.groups, strict=True) if len(group) == 1]
-        shared: _Shared | None = None
-        alone: _Alone | None = None
-        flat = 0  # tokens before the next part
-        if groups:
-            members = [index for _, group in groups for index in group]
-            prefixes, full = _places([at for at, _ in groups], torch.full((len(groups),), past))
-            endings, real = _places([row.starts[index] for index in members], row.lengths[members])
-            copy_of = [number for number, (_, group) in enumerate(groups) for _ in group]
-            owner[prefixes] = torch.tensor([group[0] for _, group in groups])[:, None].expand_as(prefixes)
-            owner[endings[real]] = torch.tensor(members)[:, None].expand_as(endings)[real]
-            order[prefixes] = torch.arange(prefixes.numel()).view_as(prefixes)
-            order[endings[real]] = (prefixes.numel() + torch.arange(endings.numel()).view_as(endings))[real]
-            flat = prefixes.numel() + endings.numel()
-            parts = (prefixes, full.sum(1), torch.tensor(copy_of), endings, row.lengths[members])
-            shared = _Shared(*(part.to(device) for part in parts))
-        if apart:
-            indices = [index for _, index in apart]
-            lengths = past + row.lengths[indices]
-            places, real = _places([at for at, _ in apart], lengths)
-            owner[places[real]] = torch.tensor(indices)[:, None].expand_as(places)[real]
-            order[places[real]] = (flat + torch.arange(places.numel()).view_as(places))[real]
-            alone = _Alone(places.to(device), lengths.to(device))
-        of_part = [*(index for _, group in groups for index in group), *(index for _, index in apart)]
-        sequence = torch.tensor(of_part).argsort()
-        return cls(shared, alone, *(part.to(device) for part in (order, owner, sequence, ablation_R)))
+        """Return the layout of a row, with the number of each sequence's ablation."""
+        starts = dict(zip(row.groups, row.prefix_starts, strict=True))
+        shared = [group for group in row.groups if len(group) > 1]
+        endings = [index for group in shared for index in group]
+        single = [group[0] for group in row.groups if len(group) == 1]
+        groups: _Groups | None = None
+        singles: _Singles | None = None
+        # Indices of tokens, which of them are no padding, and the sequence of each line.
+        tables: list[tuple[Tensor, Tensor, list[int]]] = []
+        if shared:
+            prefix_lengths_G = torch.full((len(shared),), len(row.prefix))
+            prefixes_GP, is_prefix_GP = _token_indices([starts[group] for group in shared], prefix_lengths_G)
+            ending_lengths_R = row.ending_lengths[endings]
+            endings_RT, is_ending_RT = _token_indices([row.ending_starts[index] for index in endings], ending_lengths_R)
+            tables.append((prefixes_GP, is_prefix_GP, [group[0] for group in shared]))
+            tables.append((endings_RT, is_ending_RT, endings))
+            group_R = torch.tensor([number for number, group in enumerate(shared) for _ in group])
+            groups = _Groups(
+                prefixes_GP.to(device),
+                prefix_lengths_G.to(device),
+                group_R.to(device),
+                endings_RT.to(device),
+                ending_lengths_R.to(device),
+            )
+        if single:
+            lengths_R = len(row.prefix) + row.ending_lengths[single]
+            tokens_RT, is_token_RT = _token_indices([starts[(index,)] for index in single], lengths_R)
+            tables.append((tokens_RT, is_token_RT, single))
+            singles = _Singles(tokens_RT.to(device), lengths_R.to(device))
+        flat_index_N = torch.empty(len(row), dtype=torch.long)
+        sequence_N = torch.empty(len(row), dtype=torch.long)
+        flat_tokens = 0  # of the tables before
+        for indices, is_token, sequences in tables:
+            flat_index = flat_tokens + torch.arange(indices.numel()).view_as(indices)
+            flat_index_N[indices[is_token]] = flat_index[is_token]
+            sequence_N[indices[is_token]] = torch.tensor(sequences)[:, None].expand_as(indices)[is_token]
+            flat_tokens += indices.numel()
+        score_row_R = torch.tensor([*endings, *single]).argsort()
+        return cls(
+            groups,
+            singles,
+            flat_index_N=flat_index_N.to(device),
+            sequence_N=sequence_N.to(device),
+            score_row_R=score_row_R.to(device),
+            ablation_R=ablation_R.to(device),
+        )
 
 
-def _places(starts: Sequence[int], lengths_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the indices (R, T) of tokens that follow each other, padded with the last one, and which are real."""
+def _token_indices(starts: Sequence[int], lengths_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Return indices (R, T) of tokens that follow each other, padded with the last one, and which are no padding."""
     step = torch.arange(int(lengths_R.max())).expand(len(starts), -1)
     last = lengths_R[:, None] - 1
     return torch.tensor(starts)[:, None] + step.minimum(last), step <= last
 
 
-def _as_sequences(call: ScoredCall, places_RT: Tensor, before_RP: Tensor | None = None) -> ScoredCall:
-    """Return the queries at ``places`` as separate sequences, each after the keys at ``before``. Causality and window
-    replace the model's mask, which treats the row as one sequence.
+def _as_sequences(call: ScoredCall, tokens_RT: Tensor, before_RP: Tensor | None = None) -> ScoredCall:
+    """Return the queries of these tokens (indices) as separate sequences, each after the keys of ``before_RP``.
+    Causality and window replace the model's mask, which treats the row as one sequence.
     """
-    keys_RS = places_RT if before_RP is None else torch.cat([before_RP, places_RT], 1)
+    keys_RS = tokens_RT if before_RP is None else torch.cat([before_RP, tokens_RT], 1)
 
-    def chosen(x_1HND: Tensor, places: Tensor) -> Tensor:
-        return x_1HND[0][:, places].transpose(0, 1)
+    def select(x_1HND: Tensor, tokens: Tensor) -> Tensor:
+        return x_1HND[0][:, tokens].transpose(0, 1)
 
     sinks = call.sinks_BHN
     return replace(
         call,
-        query_BHND=chosen(call.query_BHND, places_RT),
-        key_BKSD=chosen(call.key_BKSD, keys_RS),
-        value_BKSD=chosen(call.value_BKSD, keys_RS),
+        query_BHND=select(call.query_BHND, tokens_RT),
+        key_BKSD=select(call.key_BKSD, keys_RS),
+        value_BKSD=select(call.value_BKSD, keys_RS),
         causal=True,
         mask=None,
         window=call.sliding_window,
-        sinks_BHN=sinks if sinks is None or sinks.shape[2] == 1 else chosen(sinks, places_RT),
+        sinks_BHN=sinks if sinks is None or sinks.shape[2] == 1 else select(sinks, tokens_RT),
     )
 
 
-def _joined(before: Mapping[str, Tensor], past: int, after: Mapping[str, Tensor], lengths: Tensor) -> dict[str, Tensor]:
+def _joined(
+    prefix_values: Mapping[str, Tensor],
+    prefix_tokens: int,
+    ending_values: Mapping[str, Tensor],
+    ending_lengths_R: Tensor,
+) -> dict[str, Tensor]:
     """Return statistics of whole sequences from those of their prefixes and endings, (R, H) each."""
-    share = (past / (past + lengths.double()))[:, None]
+    prefix_share = (prefix_tokens / (prefix_tokens + ending_lengths_R.double()))[:, None]
     joined = {}
-    for name, values in after.items():
+    for name, values in ending_values.items():
         if JOINS[name] == "last":
             joined[name] = values
         elif JOINS[name] == "first":
-            joined[name] = before[name]
+            joined[name] = prefix_values[name]
         else:
             assert JOINS[name] == "mean", f"{name} of a whole sequence needs the whole sequence"
-            joined[name] = (share * before[name].double() + (1.0 - share) * values.double()).float()
+            mean = prefix_share * prefix_values[name].double() + (1.0 - prefix_share) * values.double()
+            joined[name] = mean.float()
     return joined
 
 
-#: Tokens of the row that checks a model.
-_TRIED_PREFIX, _TRIED_ENDING = 9, 5
+V = TypeVar("V")
 
 
-class SharedRowResult(NamedTuple):
+class SharedRowResult(NamedTuple, Generic[V]):
     """The result of ``forward`` for some sequences of a shared row, the row in which they were read, and the share of
     heads ablated in each.
     """
@@ -383,18 +446,18 @@ class SharedRowResult(NamedTuple):
     sequences: list[int]
     row: SharedRow
     ablated_shares: list[float]
-    value: Any
+    value: V
 
 
 def read_shared_row(
     blocks: Blocks,
     ablated: LayerwiseAblation | Sequence[LayerwiseAblation],
     row: SharedRow,
-    forward: Callable[[SharedRow, list[int]], Any],
+    forward: Callable[[SharedRow, list[int]], V],
     *,
     most_tokens: float = math.inf,
     pass_cost: int = 0,
-) -> Iterator[SharedRowResult]:
+) -> Iterator[SharedRowResult[V]]:
     """Read the sequences of a shared row with heads ablated; results contain every sequence once.
 
     Args:
@@ -407,7 +470,7 @@ def read_shared_row(
             prefix in the layers left go on sharing it: each further parting costs a pass.
     """
     lm = blocks.lm
-    lengths = (len(row.prefix) + row.lengths).tolist()
+    lengths = (len(row.prefix) + row.ending_lengths).tolist()
     lm.rope_lengths.check(max(lengths), lengths)
     ablations = [ablated] * len(row.endings) if isinstance(ablated, LayerwiseAblation) else list(ablated)
     if len(ablations) != len(row.endings):
@@ -415,86 +478,20 @@ def read_shared_row(
     for ablation in set(ablations):
         lm.grid.check(ablation.fixed_heads or ())
     statistics = _statistics_of(lm, ablations)
-    none_yet = torch.zeros(len(row.endings), dtype=torch.long)
-    branches = [_Branch(list(range(len(row.endings))), row, 0, None, none_yet)]
+    zeros_R = torch.zeros(len(row.endings), dtype=torch.long)
+    branches = [_Branch(list(range(len(row.endings))), row, 0, None, zeros_R)]
     while branches:
         branch = branches.pop()
-        here = [ablations[index] for index in branch.sequences]
-        visitor = SharedRowHooks(lm, here, branch.row, statistics)
-        inputs: dict[str, Tensor] = {}
-
-        def keep(hidden: Tensor, _: object, inputs: dict[str, Tensor] = inputs) -> None:
-            inputs["last"] = hidden
-
-        with ExitStack() as hooks:
-            if branch.hidden is not None:
-                hooks.enter_context(resuming_at(blocks, branch.layer, branch.hidden))
-            for block in blocks.all[branch.layer :]:
-                hooks.enter_context(block.watched(keep))
-            hooks.enter_context(attention_hook(lm, visitor.on_attention))
-            hooks.enter_context(output_hook(lm, visitor.on_outputs))
-            try:
-                value = forward(branch.row, branch.sequences)
-            except RowSplit as split:
-                left = 1 - split.layer / len(blocks.all)
-                groups = branch.parted(split.ablated, pass_cost / left)
-                branches += branch.split(split.layer, groups, inputs["last"], visitor.ablated_R, most_tokens)
-                continue
-        shares = ((branch.ablated_R + visitor.ablated_R).double() / lm.grid.total_heads).tolist()
-        yield SharedRowResult(branch.sequences, branch.row, shares, value)
-
-
-@torch.no_grad()
-def can_share_rows(lm: LoadedModel) -> bool:
-    """Return True if shared rows reproduce the hidden states of whole sequences.
-
-    The attention interface must receive queries, keys and windows, passes must resume at each block, and only attention
-    may mix tokens, which short rows show whose sequences differ in their ablated heads.
-    """
-    grid = lm.grid
-    shown = all(site.by_interface and site.causal for site in grid.sites) and grid.implementation == IMPLEMENTATION
-    if not shown or not shares_prefixes(lm) or "position_ids" not in inspect.signature(lm.model.forward).parameters:
-        return False
-    try:
-        blocks = find_blocks(lm)
-        # A mask of a middle head in one of three sequences. A rule would depend on rounding if its threshold were
-        # close to a score.
-        middle = grid.sites[len(grid.sites) // 2].layer
-        parted = (HeadMask([]), HeadMask([(middle, 0)]), HeadMask([]))
-        return (
-            not cannot_resume(blocks)
-            and _shared_rows_are_exact(blocks, (_IDLE, _IDLE, _IDLE))
-            and _shared_rows_are_exact(blocks, parted)
-        )
-    except UnsupportedModelError:
-        return False
-
-
-#: A rule that ablates nothing but measures attention weights.
-_IDLE = HeadRule("entropy_ln", -1.0)
-
-
-def _shared_rows_are_exact(blocks: Blocks, ablated: Sequence[LayerwiseAblation]) -> bool:
-    lm = blocks.lm
-    generator = torch.Generator().manual_seed(0)
-    tokens = _TRIED_PREFIX + len(ablated) * _TRIED_ENDING
-    ids = torch.randint(min(lm.vocab_size, 1000), (tokens,), generator=generator).tolist()
-    ends = range(_TRIED_PREFIX, tokens, _TRIED_ENDING)
-    row = SharedRow(tuple(ids[:_TRIED_PREFIX]), tuple(tuple(ids[end : end + _TRIED_ENDING]) for end in ends))
-
-    def hidden(row: SharedRow, _: object) -> Tensor:
-        states: Tensor = run_forward(lm.model, row.inputs(lm.device))[0]
-        return states[0]
-
-    for reading in read_shared_row(blocks, ablated, row, hidden):
-        for index, start in zip(reading.sequences, reading.row.starts, strict=True):
-            ending = row.endings[index]
-            whole_ids = torch.tensor([[*row.prefix, *ending]], device=lm.device)
-            with intervene(lm, ablated[index]):
-                whole: Tensor = run_forward(lm.model, {"input_ids": whole_ids})[0][0, len(row.prefix) :]
-            if not nearly_equal(reading.value[start : start + len(ending)], whole):
-                return False
-    return True
+        row_hooks = SharedRowHooks(lm, [ablations[index] for index in branch.sequences], branch.row, statistics)
+        try:
+            value = branch.read(blocks, row_hooks, forward)
+        except RowSplit as split:
+            layers_left = 1 - split.layer / len(blocks.all)  # share of all layers
+            groups = branch.equal_groups(split.ablated_RH, pass_cost / layers_left)
+            branches += branch.resumed_at(split.layer, groups, row_hooks, most_tokens)
+        else:
+            shares = ((branch.ablated_R + row_hooks.ablated_R).double() / lm.grid.total_heads).tolist()
+            yield SharedRowResult(branch.sequences, branch.row, shares, value)
 
 
 @dataclass(frozen=True)
@@ -509,38 +506,112 @@ class _Branch:
     hidden: Tensor | None
     ablated_R: Tensor
 
-    def parted(self, ablated_RH: Tensor, least_saved: float) -> list[list[int]]:
+    def read(self, blocks: Blocks, row_hooks: SharedRowHooks, forward: Callable[[SharedRow, list[int]], V]) -> V:
+        """Return the value of ``forward``, whose pass starts at the layer; raise RowSplit in a layer where it stops."""
+        with ExitStack() as hooks:
+            if self.hidden is not None:
+                hooks.enter_context(resuming_at(blocks, self.layer, self.hidden))
+            for block in blocks.all[self.layer :]:
+                hooks.enter_context(block.watched(row_hooks.on_layer_input))
+            hooks.enter_context(attention_hook(blocks.lm, row_hooks.on_attention))
+            hooks.enter_context(output_hook(blocks.lm, row_hooks.on_outputs))
+            return forward(self.row, self.sequences)
+
+    def equal_groups(self, ablated_RH: Tensor, least_saved: float) -> list[list[int]]:
         """Return groups of sequences with equal ablated heads. A group is kept together if sharing the prefix saves
         more than ``least_saved`` tokens; otherwise each of its sequences is a group.
         """
         groups: list[list[int]] = []
         for group in self.row.groups:
-            equal: dict[bytes, list[int]] = {}
+            by_heads: dict[bytes, list[int]] = {}
             for index in group:
-                equal.setdefault(ablated_RH[index].numpy().tobytes(), []).append(index)
-            for part in equal.values():
-                saves = (len(part) - 1) * len(self.row.prefix) > least_saved
-                groups += [part] if saves else [[index] for index in part]
+                by_heads.setdefault(ablated_RH[index].numpy().tobytes(), []).append(index)
+            for equal_group in by_heads.values():
+                saved_tokens = (len(equal_group) - 1) * len(self.row.prefix)
+                groups += [equal_group] if saved_tokens > least_saved else [[index] for index in equal_group]
         return groups
 
-    def split(
-        self, layer: int, groups: Sequence[list[int]], hidden: Tensor, ablated_R: Tensor, most_tokens: float
+    def resumed_at(
+        self, layer: int, groups: Sequence[list[int]], row_hooks: SharedRowHooks, most_tokens: float
     ) -> list[_Branch]:
-        """Return the branches that continue at a layer with these groups, in rows of at most ``most_tokens`` tokens."""
-        cut: list[list[list[int]]] = []
-        used = math.inf
+        """Return the branches that resume at a layer with these groups, in rows of at most ``most_tokens`` tokens;
+        ``row_hooks`` are those of the pass that stopped in this layer.
+        """
+        groups_of_rows: list[list[list[int]]] = []
+        row_tokens = 0
         for group in groups:
-            tokens = len(self.row.prefix) + int(self.row.lengths[group].sum())
-            if used + tokens > most_tokens or not cut:
-                cut.append([])
-                used = 0
-            cut[-1].append(group)
-            used += tokens
-        branches = []
-        for part in cut:
-            row, places = self.row.regrouped(part)
-            own = hidden[:, places.to(hidden.device)]
-            chosen = sorted(index for group in part for index in group)
-            zeroed = (self.ablated_R + ablated_R)[chosen]
-            branches.append(_Branch([self.sequences[index] for index in chosen], row, layer, own, zeroed))
+            group_tokens = len(self.row.prefix) + int(self.row.ending_lengths[group].sum())
+            if not groups_of_rows or row_tokens + group_tokens > most_tokens:
+                groups_of_rows.append([])
+                row_tokens = 0
+            groups_of_rows[-1].append(group)
+            row_tokens += group_tokens
+        hidden, ablated_R = row_hooks.layer_input, self.ablated_R + row_hooks.ablated_R
+        assert hidden is not None
+        branches: list[_Branch] = []
+        for row_groups in groups_of_rows:
+            row, token_indices = self.row.regrouped(row_groups)
+            kept = sorted(index for group in row_groups for index in group)
+            sequences = [self.sequences[index] for index in kept]
+            row_hidden = hidden[:, token_indices.to(hidden.device)]
+            branches.append(_Branch(sequences, row, layer, row_hidden, ablated_R[kept]))
         return branches
+
+
+#: Tokens of the row that checks a model.
+_CHECKED_PREFIX, _CHECKED_ENDING = 9, 5
+
+
+@torch.no_grad()
+def can_share_rows(lm: LoadedModel) -> bool:
+    """Return True if shared rows reproduce the hidden states of whole sequences.
+
+    The attention interface must receive queries, keys and windows, passes must resume at each block, and only attention
+    may mix tokens, which short rows show whose sequences differ in their ablated heads.
+    """
+    grid = lm.grid
+    hooked = all(site.by_interface and site.causal for site in grid.sites) and grid.implementation == IMPLEMENTATION
+    if not hooked or not shares_prefixes(lm) or "position_ids" not in inspect.signature(lm.model.forward).parameters:
+        return False
+    try:
+        blocks = find_blocks(lm)
+        # A mask of a middle head in one of three sequences. A rule would depend on rounding if its threshold were
+        # close to a score.
+        middle = grid.sites[len(grid.sites) // 2].layer
+        masks = (HeadMask([]), HeadMask([(middle, 0)]), HeadMask([]))
+        return (
+            not cannot_resume(blocks)
+            and _shared_rows_are_exact(blocks, (_IDLE, _IDLE, _IDLE))
+            and _shared_rows_are_exact(blocks, masks)
+        )
+    except UnsupportedModelError:
+        return False
+
+
+#: A rule that ablates nothing but measures attention weights.
+_IDLE = HeadRule("entropy_ln", -1.0)
+
+
+def _shared_rows_are_exact(blocks: Blocks, ablated: Sequence[LayerwiseAblation]) -> bool:
+    """Return True if a row with one ablation for each sequence gives the hidden states of whole sequences."""
+    lm = blocks.lm
+    generator = torch.Generator().manual_seed(0)
+    tokens = _CHECKED_PREFIX + len(ablated) * _CHECKED_ENDING
+    ids = torch.randint(min(lm.vocab_size, 1000), (tokens,), generator=generator).tolist()
+    ending_starts = range(_CHECKED_PREFIX, tokens, _CHECKED_ENDING)
+    endings = tuple(tuple(ids[start : start + _CHECKED_ENDING]) for start in ending_starts)
+    row = SharedRow(tuple(ids[:_CHECKED_PREFIX]), endings)
+
+    def forward(row: SharedRow, _: object) -> Tensor:
+        hidden_BNE: Tensor = run_forward(lm.model, row.inputs(lm.device))[0]
+        return hidden_BNE[0]
+
+    for result in read_shared_row(blocks, ablated, row, forward):
+        for index, start in zip(result.sequences, result.row.ending_starts, strict=True):
+            ending = row.endings[index]
+            whole_ids = torch.tensor([[*row.prefix, *ending]], device=lm.device)
+            with intervene(lm, ablated[index]):
+                whole: Tensor = run_forward(lm.model, {"input_ids": whole_ids})[0][0, len(row.prefix) :]
+            if not nearly_equal(result.value[start : start + len(ending)], whole):
+                return False
+    return True

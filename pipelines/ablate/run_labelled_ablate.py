@@ -53,8 +53,8 @@ class SiteArm(Arm):
     intervention: SiteMask | None = None
 
     @property
-    def site_and_heads(self) -> tuple[str, tuple[Head, ...]]:
-        """The site and the heads of its mask; heads of several sites are in the settings alone."""
+    def stored_mask(self) -> tuple[str, tuple[Head, ...]]:
+        """The site and the heads of its mask in the store; heads of several sites are in the settings alone."""
         sites = () if self.intervention is None else self.intervention.sites
         return sites[0] if len(sites) == 1 else ("", ())
 

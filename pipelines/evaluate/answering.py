@@ -50,33 +50,37 @@ class RequestChunk:
 
 def request_chunks(requests: Mapping[str, Request | GenerationRequest], batch_tokens: int) -> list[RequestChunk]:
     """Return the chunks of all requests, given by hash. The same requests give the same chunks."""
-    scored = _by_prefix({h: request for h, request in requests.items() if isinstance(request, Request)})
-    written = _by_length({h: request for h, request in requests.items() if isinstance(request, GenerationRequest)})
-    parts = [part for order, costs in (scored, written) for part in _cut(order, costs, batch_tokens)]
-    return [RequestChunk(i, tuple(part), tuple(requests[h] for h in part)) for i, part in enumerate(parts)]
+    scored = {key: request for key, request in requests.items() if isinstance(request, Request)}
+    prompts = {key: request for key, request in requests.items() if isinstance(request, GenerationRequest)}
+    hashes_of_chunks = [*_cut(*_by_prefix(scored), batch_tokens), *_cut(*_by_length(prompts), batch_tokens)]
+    return [
+        RequestChunk(index, tuple(hashes), tuple(requests[key] for key in hashes))
+        for index, hashes in enumerate(hashes_of_chunks)
+    ]
 
 
 def _by_prefix(requests: Mapping[str, Request]) -> tuple[list[str], list[int]]:
     """Return the hashes of requests sorted by prefix, and each one's new tokens."""
-    order = sorted(requests, key=lambda h: (requests[h].ids, requests[h].scored_tokens))
-    ids = [requests[h].ids for h in order]
+    hashes = sorted(requests, key=lambda key: (requests[key].ids, requests[key].scored_tokens))
+    ids = [requests[key].ids for key in hashes]
     lengths = [len(tokens) for tokens in ids]
     costs = [lengths[i] - common_tokens(ids, lengths, i - 1, i) if i else lengths[i] for i in range(len(ids))]
-    return order, costs
+    return hashes, costs
 
 
 def _by_length(requests: Mapping[str, GenerationRequest]) -> tuple[list[str], list[int]]:
     """Return the hashes of prompts by generation options, the longest first, and their tokens with generated ones."""
-    options = {h: repr((each.until, each.max_new_tokens, each.options)) for h, each in requests.items()}
-    order = sorted(requests, key=lambda h: (options[h], -len(requests[h].ids), h))
-    return order, [len(requests[h].ids) + requests[h].max_new_tokens for h in order]
+    options = {key: repr((request.until, request.max_new_tokens, request.options)) for key, request in requests.items()}
+    hashes = sorted(requests, key=lambda key: (options[key], -len(requests[key].ids), key))
+    return hashes, [len(requests[key].ids) + requests[key].max_new_tokens for key in hashes]
 
 
 def _cut(hashes: Sequence[str], costs: Sequence[int], batch_tokens: int) -> list[Sequence[str]]:
-    size = max(batch_tokens, sum(costs) // _CHUNKS)
+    """Return the hashes of each chunk, in order: of one batch of tokens, or of 1 / `_CHUNKS` of all if that is more."""
+    most_tokens = max(batch_tokens, sum(costs) // _CHUNKS)
     starts, tokens = [0], 0
     for index, cost in enumerate(costs):
-        if tokens and tokens + cost > size:
+        if tokens and tokens + cost > most_tokens:
             starts.append(index)
             tokens = 0
         tokens += cost
@@ -113,9 +117,10 @@ class ArmResponses:
     ablated_shares: dict[str, float] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
 
-    def take(self, chunk: RequestChunk, result: Responses[LogLikelihood | str]) -> None:
-        self.responses.update(zip(chunk.hashes, result.values, strict=True))
-        self.ablated_shares.update(zip(chunk.hashes, result.ablated_shares, strict=True))
+    def take(self, chunk: RequestChunk, chunk_responses: Responses[LogLikelihood | str]) -> None:
+        """Add the responses to all requests of a chunk."""
+        self.responses.update(zip(chunk.hashes, chunk_responses.values, strict=True))
+        self.ablated_shares.update(zip(chunk.hashes, chunk_responses.ablated_shares, strict=True))
         self.missing.discard(chunk.index)
 
     def forget(self) -> None:
@@ -137,30 +142,33 @@ def answer_arms(
     Stored answers are not computed again. A chunk is answered completely or not at all, so that a resumed run has the
     same batches, and the same digits, as an undisturbed one.
     """
-    by_arm = _stored(store, arms, chunks)
-    total = sum(len(chunk.hashes) for chunk in chunks)
-    left = sum(len(chunks[index].hashes) for of_arm in by_arm for index in of_arm.missing)
+    responses_of_arms = _stored_responses(store, arms, chunks)
+    total = len(arms) * sum(len(chunk.hashes) for chunk in chunks)
+    unanswered = sum(
+        len(chunks[index].hashes) for arm_responses in responses_of_arms for index in arm_responses.missing
+    )
     writer = _ResponseWriter(store)
-    with Progress(title, total * len(arms), "requests") as progress:
-        progress.skip(total * len(arms) - left)
-        for of_arm in by_arm:
-            if not of_arm.missing:
-                yield of_arm
-                of_arm.forget()
+    with Progress(title, total, "requests") as progress:
+        progress.skip(total - unanswered)
+        for arm_responses in responses_of_arms:
+            if not arm_responses.missing:
+                yield arm_responses
+                arm_responses.forget()
         try:
-            schedule = _Schedule(by_arm, chunks, settings)
+            schedule = _Schedule(responses_of_arms, chunks, settings)
             task: Task[Any, Any] = score_in_ranges if pool.staged else answer_item
-            for done in pool.map(task, schedule.pool_items()):
-                some, chunk = schedule.finished(done)
-                progress.update(len(chunk.hashes) * len(some))  # at once, or the rate would be that of one arm
-                for of_arm, result in zip(some, done.value, strict=True):
-                    of_arm.take(chunk, result)
-                    if of_arm.missing:
-                        writer.add(of_arm, chunk)
+            for finished in pool.map(task, schedule.pool_items()):
+                item_arms, chunk = schedule.arms_and_chunk(finished)
+                # At once for all arms, or the rate would be that of one arm.
+                progress.update(len(chunk.hashes) * len(item_arms))
+                for arm_responses, chunk_responses in zip(item_arms, finished.value, strict=True):
+                    arm_responses.take(chunk, chunk_responses)
+                    if arm_responses.missing:
+                        writer.add(arm_responses, chunk)
                     else:
-                        writer.drop(of_arm)  # a finished arm is stored as a whole
-                        yield of_arm
-                        of_arm.forget()
+                        writer.drop(arm_responses)  # a finished arm is stored as a whole
+                        yield arm_responses
+                        arm_responses.forget()
                 writer.write(at_least_after=_SECONDS_BETWEEN_WRITES)
         finally:
             writer.write()
@@ -172,47 +180,50 @@ class _Schedule:
     """
 
     def __init__(
-        self, by_arm: Sequence[ArmResponses], chunks: Sequence[RequestChunk], settings: AnsweringSettings
+        self, responses_of_arms: Sequence[ArmResponses], chunks: Sequence[RequestChunk], settings: AnsweringSettings
     ) -> None:
-        self._by_arm, self._chunks, self._settings = by_arm, chunks, settings
+        self._responses_of_arms, self._chunks, self._settings = responses_of_arms, chunks, settings
         self._in_flight: dict[str, tuple[list[ArmResponses], RequestChunk]] = {}
-        self._seconds = self._tokens = 0.0
+        self._bundle_seconds = self._bundle_tokens = 0.0
 
     def pool_items(self) -> Iterator[ScoringItem[Any]]:
-        settings = self._settings
-        ablated = [of_arm.arm.intervention for of_arm in self._by_arm]
-        for group in bundle(ablated, settings.starts, settings.bundle_size):
+        """Yield the items: each chunk for each bundle of arms, or for a part of it, that lacks its answers."""
+        interventions = [arm_responses.arm.intervention for arm_responses in self._responses_of_arms]
+        for arm_indices in bundle(interventions, self._settings.starts, self._settings.bundle_size):
+            bundled = [self._responses_of_arms[index] for index in arm_indices]
             for chunk in self._chunks:
-                lacking = [self._by_arm[index] for index in group if chunk.index in self._by_arm[index].missing]
-                while lacking:
-                    most = self._most_arms(chunk)
-                    some, lacking = lacking[:most], lacking[most:]
-                    item = self._pool_item([of_arm.arm for of_arm in some], chunk)
-                    self._in_flight[item.name] = some, chunk
+                unanswered = [arm_responses for arm_responses in bundled if chunk.index in arm_responses.missing]
+                while unanswered:
+                    most_arms = self._most_arms(chunk)
+                    item_arms, unanswered = unanswered[:most_arms], unanswered[most_arms:]
+                    item = self._pool_item([arm_responses.arm for arm_responses in item_arms], chunk)
+                    self._in_flight[item.name] = item_arms, chunk
                     yield item
 
-    def finished(self, done: Finished[ScoringItem[Any], Any]) -> tuple[list[ArmResponses], RequestChunk]:
-        """Return the arms and the requests of a finished item of the pool."""
-        some, chunk = self._in_flight.pop(done.item.name)
-        if len(some) > 1:
-            self._seconds += done.seconds
-            self._tokens += len(some) * _tokens(chunk.requests)
-        return some, chunk
+    def arms_and_chunk(self, finished: Finished[ScoringItem[Any], Any]) -> tuple[list[ArmResponses], RequestChunk]:
+        """Return the arms and the requests of a finished item, whose time counts for the next bundles."""
+        item_arms, chunk = self._in_flight.pop(finished.item.name)
+        if len(item_arms) > 1:
+            self._bundle_seconds += finished.seconds
+            self._bundle_tokens += len(item_arms) * _tokens(chunk.requests)
+        return item_arms, chunk
 
     def _most_arms(self, chunk: RequestChunk) -> int:
         """Return how many arms are answered in `_BUNDLE_SECONDS`; `BUNDLE_SIZE` before the first bundle is measured."""
         if not chunk.can_bundle:
             return 1
-        seconds = self._seconds / max(1.0, self._tokens) * _tokens(chunk.requests)
-        return max(BUNDLE_SIZE, int(_BUNDLE_SECONDS / seconds)) if seconds else BUNDLE_SIZE
+        seconds_of_arm = self._bundle_seconds / max(1.0, self._bundle_tokens) * _tokens(chunk.requests)
+        return max(BUNDLE_SIZE, int(_BUNDLE_SECONDS / seconds_of_arm)) if seconds_of_arm else BUNDLE_SIZE
 
     def _pool_item(self, arms: Sequence[Arm], chunk: RequestChunk) -> ScoringItem[Any]:
-        settings, of_chunk = self._settings, f"requests {chunk.index}"
+        """Return the item of one arm, or of several masks, for the requests of a chunk."""
+        reading, batch_tokens = self._settings.reading, self._settings.batch_tokens
         if len(arms) == 1:
-            name = f"{arms[0].name}, {of_chunk}"
-            return settings.reading.item(name, chunk.requests, arms[0].intervention, settings.batch_tokens)
-        masks, name = tuple(arm.intervention for arm in arms), f"{arms[0].name} and {len(arms) - 1} more, {of_chunk}"
-        return settings.reading.bundle(name, chunk.requests, masks, settings.starts, settings.batch_tokens)
+            name = f"{arms[0].name}, requests {chunk.index}"
+            return reading.item(name, chunk.requests, arms[0].intervention, batch_tokens)
+        name = f"{arms[0].name} and {len(arms) - 1} more, requests {chunk.index}"
+        masks = tuple(arm.intervention for arm in arms)
+        return reading.bundle(name, chunk.requests, masks, self._settings.starts, batch_tokens)
 
 
 def _tokens(requests: Sequence[Request]) -> int:
@@ -220,46 +231,52 @@ def _tokens(requests: Sequence[Request]) -> int:
 
 
 class _ResponseWriter:
+    """Stores the responses of unfinished arms, in one write for several chunks."""
+
     def __init__(self, store: Store) -> None:
         self._store = store
         self._waiting: dict[str, tuple[ArmResponses, list[str]]] = {}
         self._written = time.monotonic()
 
-    def add(self, of_arm: ArmResponses, chunk: RequestChunk) -> None:
-        self._waiting.setdefault(of_arm.arm_id, (of_arm, []))[1].extend(chunk.hashes)
+    def add(self, arm_responses: ArmResponses, chunk: RequestChunk) -> None:
+        self._waiting.setdefault(arm_responses.arm_id, (arm_responses, []))[1].extend(chunk.hashes)
 
-    def drop(self, of_arm: ArmResponses) -> None:
-        self._waiting.pop(of_arm.arm_id, None)
+    def drop(self, arm_responses: ArmResponses) -> None:
+        self._waiting.pop(arm_responses.arm_id, None)
 
     def write(self, *, at_least_after: float = 0.0) -> None:
         if time.monotonic() - self._written < at_least_after:
             return
-        for of_arm, hashes in self._waiting.values():
+        for arm_responses, hashes in self._waiting.values():
             # Another process may have finished the arm with the same answers.
             with suppress(FinishedArmError):
-                self._store.add_responses(of_arm.arm_id, _response_table(of_arm, hashes))
+                self._store.add_responses(arm_responses.arm_id, _response_table(arm_responses, hashes))
         self._waiting.clear()
         self._written = time.monotonic()
 
 
-def _response_table(done: ArmResponses, hashes: Sequence[str]) -> pa.Table:
+def _response_table(arm_responses: ArmResponses, hashes: Sequence[str]) -> pa.Table:
     rows = []
-    for request in hashes:
-        response = done.responses[request]
+    for key in hashes:
+        response = arm_responses.responses[key]
         columns = {"text": response} if isinstance(response, str) else response._asdict()
-        rows.append({"request": request, "ablated_share": done.ablated_shares[request], **columns})
+        rows.append({"request": key, "ablated_share": arm_responses.ablated_shares[key], **columns})
     return pa.Table.from_pylist(rows, schema=_RESPONSES)
 
 
-def _stored(store: Store, arms: Sequence[tuple[Arm, str]], chunks: Sequence[RequestChunk]) -> list[ArmResponses]:
-    by_arm = {arm_id: ArmResponses(arm, arm_id) for arm, arm_id in arms}
-    for row in store.responses(list(by_arm)).to_pylist():
-        of_arm = by_arm[row["arm_id"]]
-        of_arm.responses[row["request"]] = _response_of(row)
-        of_arm.ablated_shares[row["request"]] = row["ablated_share"]
-    for of_arm in by_arm.values():
-        of_arm.missing = {chunk.index for chunk in chunks if not of_arm.responses.keys() >= set(chunk.hashes)}
-    return list(by_arm.values())
+def _stored_responses(
+    store: Store, arms: Sequence[tuple[Arm, str]], chunks: Sequence[RequestChunk]
+) -> list[ArmResponses]:
+    """Return the responses of each arm that the store has."""
+    by_arm_id = {arm_id: ArmResponses(arm, arm_id) for arm, arm_id in arms}
+    for row in store.responses(list(by_arm_id)).to_pylist():
+        arm_responses = by_arm_id[row["arm_id"]]
+        arm_responses.responses[row["request"]] = _response_of(row)
+        arm_responses.ablated_shares[row["request"]] = row["ablated_share"]
+    for arm_responses in by_arm_id.values():
+        answered = arm_responses.responses.keys()
+        arm_responses.missing = {chunk.index for chunk in chunks if not answered >= set(chunk.hashes)}
+    return list(by_arm_id.values())
 
 
 def _response_of(row: Mapping[str, object]) -> LogLikelihood | str:

@@ -25,32 +25,32 @@ def check_predicts(model: ModelContext) -> None:
 
 def check_generates(pool: Pool, requests: Mapping[str, Request | GenerationRequest]) -> None:
     """Raise StagingError if a request generates text, which needs all layers for every token, and a pool is staged."""
-    written = sum(isinstance(request, GenerationRequest) for request in requests.values())
-    if written:
-        refuse_staged(pool, f"generation of {written} texts", instead="tasks with log-likelihoods")
+    prompts = sum(isinstance(request, GenerationRequest) for request in requests.values())
+    if prompts:
+        refuse_staged(pool, f"generation of {prompts} texts", instead="tasks with log-likelihoods")
 
 
 def check_continues(
     model: ModelContext, arms: Sequence[Arm], requests: Mapping[str, Request | GenerationRequest]
 ) -> None:
     """Raise if an arm evicts keys and the pool is staged, or the model cannot score continuations of evicted caches."""
-    evicting = [arm.name for arm in arms if arm.intervention is not None and arm.intervention.evicts]
-    if not evicting:
+    evicting_arms = [arm.name for arm in arms if arm.intervention is not None and arm.intervention.evicts]
+    if not evicting_arms:
         return
-    refuse_staged(model.pool, f"{evicting[0]} evicts keys, which", instead="the mode forward")
-    scored = any(isinstance(request, Request) for request in requests.values())
-    if scored and not model.pool.one(can_share_prefixes, None):
+    refuse_staged(model.pool, f"{evicting_arms[0]} evicts keys, which", instead="the mode forward")
+    has_scored = any(isinstance(request, Request) for request in requests.values())
+    if has_scored and not model.pool.one(can_share_prefixes, None):
         raise UnsupportedModelError(
-            f"{evicting[0]} evicts keys, but {model.identity.name} continues a KV cache only token by token. Use the"
-            " mode forward, or tasks that generate text"
+            f"{evicting_arms[0]} evicts keys, but {model.identity.name} continues a KV cache only token by token. Use"
+            " the mode forward, or tasks that generate text"
         )
 
 
 def check_resampled(arms: Sequence[Arm], requests: Mapping[str, Request | GenerationRequest]) -> None:
     """Raise InterventionError if text is to be generated with resampled heads."""
-    written = any(isinstance(request, GenerationRequest) for request in requests.values())
+    has_prompts = any(isinstance(request, GenerationRequest) for request in requests.values())
     for arm in arms:
-        if written and isinstance(arm.intervention, Ablation) and not arm.intervention.replacement.position_free:
+        if has_prompts and isinstance(arm.intervention, Ablation) and not arm.intervention.replacement.position_free:
             raise InterventionError(
                 f"{arm.name} resamples heads of whole inputs, but a task generates text. Use `kind=zero` or"
                 " `kind=mean`, or tasks with log-likelihoods"
@@ -68,8 +68,8 @@ def check_models(arms: Sequence[Arm], baseline: ModelIdentity, questions: Questi
             identities[arm.model] = identify(arm.model)
         identity = identities[arm.model]
         check_tokenizer(identity, baseline)
-        known = dict(arm.details)
-        if any(known.get(name) != value for name, value in model_settings(identity)):
+        arm_settings = dict(arm.details)
+        if any(arm_settings.get(name) != value for name, value in model_settings(identity)):
             raise InterventionError(f"{arm.name}: the files of {arm.model.source} have changed. Make the arm again")
         if identity.max_tokens is not None and longest > identity.max_tokens:
             raise InterventionError(

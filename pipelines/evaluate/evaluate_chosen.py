@@ -29,19 +29,19 @@ from headscan.pipelines.settings.evaluation_settings import ChosenArms, Evaluate
 def evaluate_chosen(config: EvaluateConfig, run: Run, chosen: ChosenArms) -> str:
     """Evaluate the baseline and the chosen arms; return the run's id."""
     # What can be refused without a pass of the model comes before the replacement, whose collection takes passes.
-    stored = find_mask(run.store, chosen.mask, run.identity.columns()).heads if chosen.mask else ()
-    listed = [heads for heads in (chosen.heads, stored) if heads]
+    mask_heads = find_mask(run.store, chosen.mask, run.identity.columns()).heads if chosen.mask else ()
+    head_sets = [heads for heads in (chosen.heads, mask_heads) if heads]
     ranking_run = (
         None if chosen.criterion is None else find_run(run.store, run.identity, chosen.criterion, chosen.run_id)
     )
-    others = [replace(config.model, source=source, revision=None) for source in dict.fromkeys(chosen.models)]
-    models = [model_arm(other, identify(other), run.identity) for other in others]
+    specs = [replace(config.model, source=source, revision=None) for source in dict.fromkeys(chosen.models)]
+    models = [model_arm(spec, identify(spec), run.identity) for spec in specs]
     for plan in chosen.plans:
         check_plan(plan, run)
     plans = [arm for plan in chosen.plans for arm in plan_arms(plan, chosen.plan_modes, chosen.controls)]
     questions = Questions(config.tasks, config.recall, run.identity, config.text)
     replacement = collect_replacement(chosen.replacement, run, questions.longest_input())
-    arms = [BASELINE, *(mask_arm(heads, replacement) for heads in listed)]
+    arms = [BASELINE, *(mask_arm(heads, replacement) for heads in head_sets)]
     arms += _scored_arms(run, chosen, ranking_run, replacement)
     if chosen.controls:
         arms += random_controls(run.facts.grid, arms, chosen.controls, replacement)

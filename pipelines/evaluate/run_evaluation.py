@@ -44,7 +44,7 @@ from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms, distinct_arms
 from headscan.pipelines.scoring.bundles import bundle_size, possible_starts
 from headscan.pipelines.scoring.likelihood import grouped_tokens
-from headscan.pipelines.scoring.reading import HALF, choose_reading, computed_as_rules, reads_whole
+from headscan.pipelines.scoring.reading import HALF, choose_reading, need_rule_kernels, need_whole_inputs
 from headscan.pipelines.scoring.token_requests import LogLikelihood
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
 
@@ -88,14 +88,25 @@ def run_evaluation(
     rounding = _rounding(run.facts, interventions, in_ranges=run.pool.staged)
     record = _record(config, rounding, run, questions, purpose)
     chunks = request_chunks(questions.requests, config.batch_tokens)
-    answering = partial(_answering, config, questions, interventions)
+    answering_settings = partial(_answering_settings, config, questions, interventions)
     with run.recording(record, arms=[arm.name for arm in arms]) as state:
-        run_arms(run, state.run_id, arms, questions, chunks, answering, models=models, judges_arms=purpose.judges_arms)
+        run_arms(
+            run,
+            state.run_id,
+            arms,
+            questions,
+            chunks,
+            answering_settings,
+            models=models,
+            judges_arms=purpose.judges_arms,
+        )
     return state.run_id
 
 
 class ArmQuestions(Protocol):
-    """Questions that all arms of a run answer; methods take responses and ablated shares by the request's hash."""
+    """Questions that all arms of a run answer: `Questions` of tasks and recall, or `LabelledQuestions`. Methods take
+    responses and ablated shares by the request's hash.
+    """
 
     def grade(self, responses: Mapping[str, LogLikelihood | str]) -> TaskResults:
         """Return the answers of one arm, and its results."""
@@ -104,20 +115,22 @@ class ArmQuestions(Protocol):
         """Return the share of heads that one arm ablated, 0 to 1."""
 
 
-def _answering(
-    config: EvaluateConfig, questions: Questions, interventions: Sequence[Intervention | None], run: Run, open_arms: int
+def _answering_settings(
+    config: EvaluateConfig, questions: Questions, interventions: Sequence[Intervention | None], run: Run, arm_count: int
 ) -> AnsweringSettings:
-    """Return how the model of ``run`` answers its unfinished arms; all ``interventions`` of the evaluation count."""
+    """Return how the model of ``run`` answers its ``arm_count`` unfinished arms; all ``interventions`` of the
+    evaluation count.
+    """
     pool, facts = run.pool, run.facts
     check_predicts(run)
     check_generates(pool, questions.requests)
-    shares = False if pool.staged else config.share_prefixes
-    reading = choose_reading(pool.one, facts.dtype, run.identity.rope_lengths, interventions, shares, run.say)
+    share_prefixes = False if pool.staged else config.share_prefixes
+    reading = choose_reading(pool, facts.dtype, run.identity.rope_lengths, interventions, share_prefixes, run.say)
     # Arms that use the kernels of rules always start from token ids, never from a cached layer.
-    bundled = open_arms > 1 and not (pool.staged or reading.rule_kernels)
-    starts = pool.one(possible_starts, interventions) if bundled else frozenset()
-    cached = max(questions.longest_input(), grouped_tokens(facts.device.split(":")[0]))
-    size = bundle_size(facts.caches if reading.share_prefixes else {}, cached)
+    can_bundle = arm_count > 1 and not (pool.staged or reading.rule_kernels)
+    starts = pool.one(possible_starts, interventions) if can_bundle else frozenset()
+    prefix_tokens = max(questions.longest_input(), grouped_tokens(facts.device.split(":")[0]))
+    size = bundle_size(facts.caches if reading.share_prefixes else {}, prefix_tokens)
     return AnsweringSettings(config.batch_tokens, reading, starts, size)
 
 
@@ -127,7 +140,7 @@ def run_arms(
     arms: Sequence[Arm],
     questions: ArmQuestions,
     chunks: Sequence[RequestChunk],
-    answering: Callable[[Run, int], AnsweringSettings],
+    answering_settings: Callable[[Run, int], AnsweringSettings],
     *,
     judges_arms: bool,
     models: Mapping[ModelSpec, ModelIdentity] | None = None,
@@ -135,7 +148,7 @@ def run_arms(
     """Answer all questions, whose requests are ``chunks``, with every arm of a run that has begun, and finish the run.
 
     Args:
-        answering: Returns how the model of a run answers so many unfinished arms.
+        answering_settings: Returns how the model of a run answers so many unfinished arms.
         judges_arms: Gives each arm a line and a verdict.
         models: The models of arms that have their own.
     """
@@ -150,19 +163,20 @@ def run_arms(
             run.say(f"{arm.name}: finished before")
     failed: list[str] = []
     for spec in sorted(unfinished, key=lambda spec: spec is not None):  # the model of the baseline is open
-        open_arms = unfinished[spec]
+        model_arms = unfinished[spec]
         with ExitStack() as opened:
-            own = run if spec is None else opened.enter_context(run.on(spec, (models or {})[spec]))
-            title = f"{len(open_arms)} arm{'s' * (len(open_arms) > 1)}"
-            settings = answering(own, len(open_arms))
-            for done in answer_arms(store, own.pool, open_arms, chunks, settings, title=title):
+            model_run = run if spec is None else opened.enter_context(run.on(spec, (models or {})[spec]))
+            title = f"{len(model_arms)} arm{'s' * (len(model_arms) > 1)}"
+            settings = answering_settings(model_run, len(model_arms))
+            for arm_responses in answer_arms(store, model_run.pool, model_arms, chunks, settings, title=title):
+                arm_name = arm_responses.arm.name
                 try:
-                    line = _finish_arm(store, questions, own.facts, done)
+                    line = _finish_arm(store, questions, model_run.facts, arm_responses)
                     if judges_arms:
                         run.say(line)
                 except NotFiniteError as problem:
-                    failed.append(done.arm.name)
-                    run.say(f"{done.arm.name}: {problem}")
+                    failed.append(arm_name)
+                    run.say(f"{arm_name}: {problem}")
     if judges_arms and BASELINE.name not in failed:  # every verdict is a comparison with the baseline
         with at_work("verdicts"):
             record_verdicts(store, run_id)
@@ -180,12 +194,13 @@ def _rounding(facts: ModelFacts, interventions: Sequence[Intervention | None], *
     """
     if facts.dtype not in HALF:
         return "plain"
-    how = ["of rules" if computed_as_rules(facts.dtype, interventions) else "plain", torch.device(facts.device).type]
-    if reads_whole(facts.dtype, interventions):
-        how.append("whole inputs")
+    kernels = "of rules" if need_rule_kernels(facts.dtype, interventions) else "plain"
+    rounding = [kernels, torch.device(facts.device).type]
+    if need_whole_inputs(facts.dtype, interventions):
+        rounding.append("whole inputs")
     if in_ranges:
-        how.append("in ranges")
-    return ", ".join(how)
+        rounding.append("in ranges")
+    return ", ".join(rounding)
 
 
 def _record(config: EvaluateConfig, rounding: str, run: Run, questions: Questions, purpose: Purpose) -> RunRecord:
@@ -201,7 +216,7 @@ def _record(config: EvaluateConfig, rounding: str, run: Run, questions: Question
     }
     if config.text is not None:
         settings["text"] = config.text.settings()
-    deciding = {
+    identifying = {
         "model": run.identity.fingerprint(),
         "dtype": config.model.dtype,
         "questions": questions.fingerprint(),
@@ -209,7 +224,7 @@ def _record(config: EvaluateConfig, rounding: str, run: Run, questions: Question
     }
     return run.record(
         purpose.kind,
-        fingerprint(deciding),
+        fingerprint(identifying),
         config=settings
         | {"dtype": config.model.dtype, "groups": questions.tasks.groups, "requests": len(questions.requests)},
         bos_policy=config.tasks.bos,
@@ -220,7 +235,7 @@ def _record(config: EvaluateConfig, rounding: str, run: Run, questions: Question
 
 def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
     mask_id = None
-    site, heads = arm.site_and_heads
+    site, heads = arm.stored_mask
     if heads:
         mask_id = store.add_mask(
             f"{run_id}: {arm.name}",
@@ -234,31 +249,43 @@ def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
     return store.begin_arm(arm.record(run_id, mask_id))
 
 
-def _finish_arm(store: Store, questions: ArmQuestions, facts: ModelFacts, done: ArmResponses) -> str:
+def _finish_arm(store: Store, questions: ArmQuestions, facts: ModelFacts, arm_responses: ArmResponses) -> str:
     """Grade and store an arm, and return a line about it; raise NotFiniteError if a log-likelihood is NaN."""
-    wrong = sum(
-        isinstance(answer, LogLikelihood) and isnan(answer.log_likelihood) for answer in done.responses.values()
+    arm, responses = arm_responses.arm, arm_responses.responses
+    nan_responses = sum(
+        isinstance(response, LogLikelihood) and isnan(response.log_likelihood) for response in responses.values()
     )
-    if wrong:
-        raise NotFiniteError(f"{wrong} of {len(done.responses)} log-likelihoods are NaN, so the arm has no result")
-    graded = questions.grade(done.responses)
-    removed = len(done.arm.removed)
-    share = removed / (facts.grid.total_heads + removed) if removed else questions.ablated_share(done.ablated_shares)
-    store.finish_arm(done.arm_id, graded.answers, results=graded.results, ablated_share=share)
-    families: dict[str, list[float]] = defaultdict(list)
+    if nan_responses:
+        raise NotFiniteError(f"{nan_responses} of {len(responses)} log-likelihoods are NaN, so the arm has no result")
+    graded = questions.grade(responses)
+    if arm.removed:
+        share = len(arm.removed) / (facts.grid.total_heads + len(arm.removed))
+    else:
+        share = questions.ablated_share(arm_responses.ablated_shares)
+    store.finish_arm(arm_responses.arm_id, graded.answers, results=graded.results, ablated_share=share)
+    return f"{arm.name}: {', '.join(_figures(arm, graded, share))}"
+
+
+def _figures(arm: Arm, graded: TaskResults, share: float) -> list[str]:
+    """Return the figures of a finished arm: accuracies, results of tasks without right answers, and the ablated or
+    removed ``share`` of heads.
+    """
+    correct_by_family: dict[str, list[float]] = defaultdict(list)
+    graded_tasks: set[str] = set()
     answers = graded.answers.select(["task", "recall", "correct"]).to_pydict()
-    for task, recall, correct in zip(*answers.values(), strict=True):
+    for task, is_recall, correct in zip(*answers.values(), strict=True):
         if correct is not None:
-            families[task.partition("@")[0] if recall else ""].append(correct)
-    parts = []
-    for family, correct in sorted(families.items()):
-        name = family or f"accuracy on {len(correct)} questions"
-        parts.append(f"{name} {np.mean(correct):.2%}")
-    graded_tasks = {name for name, right in zip(answers["task"], answers["correct"], strict=True) if right is not None}
-    results = [row for row in graded.results.to_pylist() if row["task"] not in graded_tasks and not row["is_group"]]
-    parts += [f"{row['task']} {row['metric']} {row['value']:.4g}" for row in results if row["value"] is not None]
-    if done.arm.kind.ablates:
-        parts.append(f"{share:.1%} of heads ablated")
-    elif done.arm.removed:
-        parts.append(f"{share:.1%} of heads removed")
-    return f"{done.arm.name}: {', '.join(parts)}"
+            graded_tasks.add(task)
+            correct_by_family[task.partition("@")[0] if is_recall else ""].append(correct)
+    figures = []
+    for family, values in sorted(correct_by_family.items()):
+        name = family or f"accuracy on {len(values)} questions"
+        figures.append(f"{name} {np.mean(values):.2%}")
+    for row in graded.results.to_pylist():
+        if row["task"] not in graded_tasks and not row["is_group"] and row["value"] is not None:
+            figures.append(f"{row['task']} {row['metric']} {row['value']:.4g}")
+    if arm.kind.ablates:
+        figures.append(f"{share:.1%} of heads ablated")
+    elif arm.removed:
+        figures.append(f"{share:.1%} of heads removed")
+    return figures

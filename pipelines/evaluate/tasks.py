@@ -50,8 +50,9 @@ def answer_table(samples: dict[str, list[dict[str, Any]]], tasks: Mapping[str, A
             values = [answer[0] for answer in responses if isinstance(answer[0], int | float)]
             if "acc_mutual_info" in sample["metrics"]:
                 # The second half contains the same choices without their context.
-                given, alone = values[: len(values) // 2], values[len(values) // 2 :]
-                values = [a - b for a, b in zip(given, alone, strict=True)] if metric == "acc_mutual_info" else given
+                in_context, alone = values[: len(values) // 2], values[len(values) // 2 :]
+                differences = [a - b for a, b in zip(in_context, alone, strict=True)]
+                values = differences if metric == "acc_mutual_info" else in_context
             choices = values
             if metric == "acc_norm" and tasks[task].OUTPUT_TYPE == "multiple_choice":
                 lengths = map(len, tasks[task].doc_to_choice(sample["doc"]))
@@ -189,10 +190,10 @@ class Tasks:
             return
         with quiet_harness():
             manager = _manager(config)
-            known = set(manager.all_tasks)
+            task_names = set(manager.all_tasks)
             for name in config.names:
-                if name not in known and not Path(name).is_file():
-                    near = get_close_matches(name, known, n=3)
+                if name not in task_names and not Path(name).is_file():
+                    near = get_close_matches(name, task_names, n=3)
                     hint = f": did you mean {', '.join(near)}? If it is your own, set" if near else ". Set"
                     raise HarnessError(f"unknown task {name!r}{hint} `include_path` to the folder of its YAML file")
             with _named_failure(f"{', '.join(config.names)} cannot be loaded"), _seeded():
@@ -204,16 +205,16 @@ class Tasks:
             if task.get_config("num_fewshot") == 0:
                 self._without_examples.append(name)
             else:
-                own = task.get_config("num_fewshot") or 0
-                task.set_config("num_fewshot", own if config.num_fewshot is None else config.num_fewshot)
+                task_examples = task.get_config("num_fewshot") or 0
+                task.set_config("num_fewshot", task_examples if config.num_fewshot is None else config.num_fewshot)
             task.set_fewshot_seed(seed=_FEWSHOT_SEED)
 
     @property
     def notes(self) -> list[str]:
-        without = self._without_examples
-        if not self._config.num_fewshot or not without:
+        tasks = self._without_examples
+        if not self._config.num_fewshot or not tasks:
             return []
-        names = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if len(without) > 3 else "")
+        names = ", ".join(tasks[:3]) + (f" and {len(tasks) - 3} more" if len(tasks) > 3 else "")
         return [f"{names}: no examples in the prompt, as the task specifies; num_fewshot is ignored"]
 
     @property
@@ -310,9 +311,9 @@ def _manager(config: TaskConfig) -> Any:
     from lm_eval.tasks import TaskManager
 
     if config.include_path is not None:
-        own = TaskManager(include_path=config.include_path, include_defaults=False)
-        if set(config.names) <= set(own.all_subtasks):
-            return own
+        folder_manager = TaskManager(include_path=config.include_path, include_defaults=False)
+        if set(config.names) <= set(folder_manager.all_subtasks):
+            return folder_manager
     return TaskManager(include_path=config.include_path)
 
 
@@ -392,8 +393,8 @@ class Questions:
                 if recall.lengths is not None:
                     raise
                 self._notes.append(f"recall questions are omitted: {problem}")
-        of_recall = {request_hash(request): request for question in self._recall for request in question.requests}
-        self.requests: dict[str, Request | GenerationRequest] = {**self._lm.requests, **of_recall}
+        recall_requests = {request_hash(request): request for question in self._recall for request in question.requests}
+        self.requests: dict[str, Request | GenerationRequest] = {**self._lm.requests, **recall_requests}
         if self._text is not None:
             self.requests |= self._text.requests
 
@@ -438,15 +439,15 @@ class Questions:
     def grade(self, responses: Mapping[str, LogLikelihood | str]) -> TaskResults:
         """Grade one arm's answers, given by request hash; benchmark rows come before recall rows and text rows."""
         graded = self.tasks.results(self._lm, responses)
-        recalled = [
+        recall_rows = [
             grade(question, [likelihood_of(request, responses) for request in question.requests])
             for question in self._recall
         ]
-        read = [] if self._text is None else self._text.answers(responses)
-        rows = pa.Table.from_pylist([*recalled, *read], schema=ANSWERS)
-        results = [] if self._text is None else self._text.results(responses)
-        measured = pa.Table.from_pylist(results, schema=graded.results.schema)
-        return TaskResults(pa.concat_tables([graded.answers, rows]), pa.concat_tables([graded.results, measured]))
+        text_rows = [] if self._text is None else self._text.answers(responses)
+        answers = pa.Table.from_pylist([*recall_rows, *text_rows], schema=ANSWERS)
+        text_results = [] if self._text is None else self._text.results(responses)
+        results = pa.Table.from_pylist(text_results, schema=graded.results.schema)
+        return TaskResults(pa.concat_tables([graded.answers, answers]), pa.concat_tables([graded.results, results]))
 
 
 def _input(request: Request | GenerationRequest) -> tuple[int, ...]:

@@ -64,8 +64,8 @@ class Arm:
         return None if self.intervention is None else self.intervention.fixed_heads
 
     @property
-    def site_and_heads(self) -> tuple[str, tuple[Head, ...]]:
-        """The site and the heads of the arm's mask in the store; an arm without heads has no mask."""
+    def stored_mask(self) -> tuple[str, tuple[Head, ...]]:
+        """The site and the heads of the arm's mask in the store; without heads none is stored."""
         return "self", self.fixed_heads or self.removed
 
     @property
@@ -173,8 +173,8 @@ def criterion_masks(
     only a score has the order ``inactive``.
     """
     ranked = head_order(store, run_id, criterion) if mask_order == "mean" else _by_inactivity(store, run_id, criterion)
-    how = "" if mask_order == "mean" else " by inactivity"
-    selection = f"{run_kind(criterion)} {run_id[:4]}{how}{replacement.suffix}"
+    order = "" if mask_order == "mean" else " by inactivity"
+    selection = f"{run_kind(criterion)} {run_id[:4]}{order}{replacement.suffix}"
     masks = [HeadMask(select_heads(ranked, share=share), replacement.outputs) for share in shares]
     names = [f"mask {criterion} {100 * share:g}% of {selection}" for share in shares]
     return [
@@ -232,11 +232,16 @@ def random_masks(
 
 def random_rules(share: float, controls: int, replacement: ArmReplacement = ZERO_REPLACEMENT) -> list[Arm]:
     """Return random rules (arXiv 2504.03889) that ablate each head of each input with probability ``share``."""
-    heads = [RandomHeads(share, seed, replacement.outputs) for seed in range(controls)]
-    names = [f"random rule {100 * share:g}% seed {seed}{replacement.suffix}" for seed in range(controls)]
     return [
-        Arm(name, ArmKind.RANDOM_RULE, drawn, share=share, seed=drawn.seed, details=replacement.details)
-        for name, drawn in zip(names, heads, strict=True)
+        Arm(
+            f"random rule {100 * share:g}% seed {seed}{replacement.suffix}",
+            ArmKind.RANDOM_RULE,
+            RandomHeads(share, seed, replacement.outputs),
+            share=share,
+            seed=seed,
+            details=replacement.details,
+        )
+        for seed in range(controls)
     ]
 
 
@@ -265,14 +270,14 @@ def random_controls(
         replacement = ArmReplacement.of(outputs.pop())
     if unsized := [arm.name for arm in arms if arm.kind is ArmKind.RULE and arm.share is None]:
         raise InterventionError(f"{unsized[0]} has no share, so no random rule has its size. Pass `share` to rule_arm")
-    total = grid.total_heads
-    masks = {len(heads): arm.share for arm in arms if (heads := arm.fixed_heads) is not None}
-    drawn_arms = []
-    for count, share in sorted(masks.items()):
-        drawn_arms += random_masks(grid, count / total if share is None else share, count, controls, replacement)
+    share_of_count = {len(heads): arm.share for arm in arms if (heads := arm.fixed_heads) is not None}
+    random_arms = []
+    for count, share in sorted(share_of_count.items()):
+        nominal_share = count / grid.total_heads if share is None else share
+        random_arms += random_masks(grid, nominal_share, count, controls, replacement)
     for share in sorted({arm.share for arm in arms if arm.kind is ArmKind.RULE and arm.share}):
-        drawn_arms += random_rules(share, controls, replacement)
-    return drawn_arms
+        random_arms += random_rules(share, controls, replacement)
+    return random_arms
 
 
 def distinct_arms(arms: Sequence[Arm]) -> list[Arm]:
@@ -297,9 +302,9 @@ def check_arms(grid: HeadGrid, arms: Sequence[Arm]) -> list[str]:
             raise InterventionError(
                 f"{arm.name} ablates all {len(heads)} heads of the model (limit {total - 1}). Use fewer heads"
             )
-        of_layer = Counter(layer for layer, _ in heads)
-        whole = [site.layer for site in grid.sites if of_layer[site.layer] == site.num_attention_heads]
-        if whole and not arm.kind.is_random:
-            plural = "s" if len(whole) > 1 else ""
-            notes.append(f"{arm.name} ablates every head of layer{plural} {', '.join(map(str, whole))}")
+        layer_heads = Counter(layer for layer, _ in heads)
+        whole_layers = [site.layer for site in grid.sites if layer_heads[site.layer] == site.num_attention_heads]
+        if whole_layers and not arm.kind.is_random:
+            plural = "s" if len(whole_layers) > 1 else ""
+            notes.append(f"{arm.name} ablates every head of layer{plural} {', '.join(map(str, whole_layers))}")
     return notes

@@ -7,10 +7,10 @@ one batch only. Every number equals that of a separate run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +36,6 @@ from headscan.pipelines.scoring.likelihood import (
 from headscan.pipelines.scoring.token_requests import LogLikelihood, Request, Responses, ScoringItem
 from headscan.sizing.model_sizes import LayerCache
 
-T = TypeVar("T")
-
 #: Most arms of one bundle, however long their prefixes are.
 BUNDLE_SIZE = 8
 #: Most arms of one bundle, however short their prefixes are.
@@ -53,7 +51,7 @@ class Start(NamedTuple):
     behind_attention: bool
 
     @property
-    def layers(self) -> float:
+    def skipped_layers(self) -> float:
         """Layers that do not run; the attention of a layer counts half."""
         return self.layer + 0.5 * self.behind_attention
 
@@ -77,27 +75,30 @@ class BundleItem(ScoringItem[Request]):
     def run(self, lm: LoadedModel) -> list[Responses[LogLikelihood]]:
         """Answer requests under each of the masks."""
         bundled = _Bundle(lm, self)
-        reads = distinct_inputs(self.requests)
+        inputs = distinct_inputs(self.requests)
         with torch.no_grad():
-            scored = score_in_batches(lm, reads, self.batch_tokens, self.share_prefixes, bundled.read_on, bundled.score)
-            results = dict(scored)
-        of_arms = (
-            {index: of_read[arm] for index, of_read in results.items()} for arm in range(len(self.interventions))
-        )
-        return [by_request(reads, of_arm) for of_arm in of_arms]
+            scored = score_in_batches(
+                lm, inputs, self.batch_tokens, self.share_prefixes, bundled.read_prefixes, bundled.score
+            )
+            results_of_arms = dict(scored)
+        return [
+            by_request(inputs, {index: results[arm] for index, results in results_of_arms.items()})
+            for arm in range(len(self.interventions))
+        ]
 
 
 def possible_starts(lm: LoadedModel, interventions: Sequence[Intervention | None]) -> frozenset[Start]:
     """Pool task: return where passes with these ablations can start; empty for models without separable blocks."""
+    changing_outputs = (each for each in interventions if each is not None and not each.replaces_attention)
+    first_layers = {each.first_layer for each in changing_outputs if each.first_layer is not None}
     try:
         blocks = find_blocks(lm)
-        outputs_only = (each for each in interventions if each is not None and not each.replaces_attention)
-        behind = {each.first_layer for each in outputs_only if each.first_layer is not None}
-        wrong = cannot_resume(blocks), cannot_resume(blocks, behind, behind_attention=True)
+        refused = cannot_resume(blocks)
+        refused_behind_attention = cannot_resume(blocks, first_layers, behind_attention=True)
     except UnsupportedModelError:
         return frozenset()
-    starts = {Start(layer, False) for layer in range(1, len(blocks.all)) if layer not in wrong[0]}
-    return frozenset(starts | {Start(layer, True) for layer in behind if layer not in wrong[1]})
+    starts = {Start(layer, False) for layer in range(1, len(blocks.all)) if layer not in refused}
+    return frozenset(starts | {Start(layer, True) for layer in first_layers if layer not in refused_behind_attention})
 
 
 def start_of(intervention: Intervention | None, possible: frozenset[Start]) -> Start:
@@ -120,8 +121,8 @@ def bundle_size(caches: Mapping[str, Sequence[LayerCache]] | None, longest: int)
     """
     if caches is None:
         return BUNDLE_SIZE
-    of_prefix = sum(layer.bytes(longest) for layers in caches.values() for layer in layers)
-    return max(BUNDLE_SIZE, min(_LARGEST_BUNDLE, _PREFIX_BYTES // max(1, of_prefix)))
+    prefix_bytes = sum(layer.bytes(longest) for layers in caches.values() for layer in layers)
+    return max(BUNDLE_SIZE, min(_LARGEST_BUNDLE, _PREFIX_BYTES // max(1, prefix_bytes)))
 
 
 def bundle(arms: Sequence[Intervention | None], possible: frozenset[Start], size: int = BUNDLE_SIZE) -> list[list[int]]:
@@ -134,22 +135,30 @@ def bundle(arms: Sequence[Intervention | None], possible: frozenset[Start], size
 def bundle_starts(starts: Sequence[Start | None], size: int = BUNDLE_SIZE) -> list[list[int]]:
     """Group passes (indices) by where they start; None is the baseline, from which the others go on."""
     groups: list[list[int]] = []
-    filling: list[int] | None = None
+    last_group: list[int] | None = None
     for index, start in enumerate(starts):
         if start == FROM_TOKENS:
             groups.append([index])
-        elif filling is None or len(filling) == size:
-            filling = [index]
-            groups.append(filling)
+        elif last_group is None or len(last_group) == size:
+            last_group = [index]
+            groups.append(last_group)
         else:
-            filling.append(index)
+            last_group.append(index)
+    bundles: list[list[int]] = []
+    for group in groups:
+        if _saves_layers([starts[index] for index in group]):
+            bundles.append(group)
+        else:
+            bundles += [[index] for index in group]
+    return bundles
 
-    def pays(group: list[int]) -> bool:
-        # If the group lacks the baseline, the baseline's pass up to the last mask is an extra cost.
-        saved = [0.0 if start is None else start.layers for start in (starts[index] for index in group)]
-        return sum(saved) > (0 if any(starts[index] is None for index in group) else max(saved))
 
-    return [part for group in groups for part in ([group] if pays(group) else [[index] for index in group])]
+def _saves_layers(starts: Sequence[Start | None]) -> bool:
+    """Return True if passes that start here take fewer layers in one bundle than apart."""
+    skipped = [0.0 if start is None else start.skipped_layers for start in starts]
+    # If the group lacks the baseline, the baseline's pass up to the last mask is an extra cost.
+    extra = 0 if None in starts else max(skipped)
+    return sum(skipped) > extra
 
 
 @dataclass(frozen=True)
@@ -166,6 +175,14 @@ class _Kept:
     heads: dict[int, Tensor]
 
 
+@dataclass
+class _BaselinePass:
+    """A pass of the baseline: the record of its ablation, and the KV cache of the pass, kept if it may be stopped."""
+
+    record: InterventionRecord | None
+    cache: Cache | None = None
+
+
 class _Bundle:
     """One pass of the baseline, and a shorter one per mask."""
 
@@ -175,80 +192,84 @@ class _Bundle:
         self._arms = list(zip(item.interventions, item.starts, strict=True))
         self._starts = {start for mask, start in self._arms if mask != item.base}
 
-    def read_on(self, tokens: Sequence[Sequence[int]], parent: _Prefixes | None) -> _Prefixes:
-        before = None if parent is None else parent.baseline
-        with self._keeping() as kept:
-            baseline_read, cache = self._baseline(lambda _: read_prefix(self._lm, tokens, before))
-        baseline, arms = baseline_read, []
-        if baseline is None:
-            assert cache is not None
-            baseline = Prefix(cache, len(tokens[0]) + (0 if before is None else before.tokens))
+    def read_prefixes(self, tokens: Sequence[Sequence[int]], parents: _Prefixes | None) -> _Prefixes:
+        """Read the tokens (R, N) after one parent under the baseline and each mask."""
+        parent = None if parents is None else parents.baseline
+        baseline: Prefix | None = None
+        with self._keeping() as kept, self._baseline() as baseline_pass:
+            baseline = read_prefix(self._lm, tokens, parent)
+        if baseline is None:  # The pass was stopped; its cache has the keys that the masks share.
+            assert baseline_pass.cache is not None
+            baseline = Prefix(baseline_pass.cache, len(tokens[0]) + (0 if parent is None else parent.tokens))
         last = len(self._blocks.all) - 1
+        prefixes: list[Prefix] = []
         for arm, (mask, start) in enumerate(self._arms):
             # A head changes the keys of higher layers only.
             if mask == self._item.base or start == Start(last, True):
-                arms.append(baseline)
+                prefixes.append(baseline)
                 continue
             with self._ablated(mask, start, kept):
-                own = read_prefix(self._lm, tokens, None if parent is None else parent.arms[arm])
-            arms.append(own.above(start.layer + start.behind_attention, baseline))
-        return _Prefixes(baseline, tuple(arms))
+                prefix = read_prefix(self._lm, tokens, None if parents is None else parents.arms[arm])
+            prefixes.append(prefix.above(start.layer + start.behind_attention, baseline))
+        return _Prefixes(baseline, tuple(prefixes))
 
-    def score(self, reads: list[DistinctInput], after: Continued[_Prefixes]) -> list[list[InputResult]]:
-        prefixes = after.prefix
-
-        def continued(prefix: Prefix | None) -> Continued[Prefix]:
-            return Continued(after.start, prefix, after.rows)
-
-        with self._keeping() as kept:
-            whole = continued(None if prefixes is None else prefixes.baseline)
-            baseline, _ = self._baseline(lambda record: score_inputs(self._lm, reads, whole, record))
-        of_arms: list[list[InputResult]] = []
+    def score(self, inputs: list[DistinctInput], after: Continued[_Prefixes]) -> list[list[InputResult]]:
+        """Return the results of each input by arm."""
+        prefixes = after.prefixes
+        baseline: list[InputResult] | None = None
+        with self._keeping() as kept, self._baseline() as baseline_pass:
+            after_baseline = Continued(after.start, None if prefixes is None else prefixes.baseline, after.prefix_rows)
+            baseline = score_inputs(self._lm, inputs, after_baseline, baseline_pass.record)
+        results_of_arms: list[list[InputResult]] = []
         for arm, (mask, start) in enumerate(self._arms):
             if mask == self._item.base:
                 assert baseline is not None
-                of_arms.append(baseline)
+                results_of_arms.append(baseline)
                 continue
-            own = continued(None if prefixes is None else prefixes.arms[arm])
+            after_mask = Continued(after.start, None if prefixes is None else prefixes.arms[arm], after.prefix_rows)
             with self._ablated(mask, start, kept) as record:
-                of_arms.append(score_inputs(self._lm, reads, own, record))
-        return [list(of_read) for of_read in zip(*of_arms, strict=True)]
+                results_of_arms.append(score_inputs(self._lm, inputs, after_mask, record))
+        return [list(results) for results in zip(*results_of_arms, strict=True)]
 
     @contextmanager
     def _keeping(self) -> Iterator[_Kept]:
-        behind = {start.layer for start in self._starts if start.behind_attention}
+        """Keep what the passes of the masks need of the baseline's pass."""
+        behind_attention = {start.layer for start in self._starts if start.behind_attention}
         with (
             self._blocks.keep_inputs({start.layer for start in self._starts}) as hidden,
-            self._blocks.keep_heads(behind) as heads,
+            self._blocks.keep_heads(behind_attention) as heads,
         ):
             yield _Kept(hidden, heads)
 
-    def _baseline(self, run: Callable[[InterventionRecord | None], T]) -> tuple[T | None, Cache | None]:
-        """Run the baseline up to the heads of the last layer that a mask needs, and return the KV cache alone; or run
-        all of it and return its result if an arm needs that.
+    @contextmanager
+    def _baseline(self) -> Iterator[_BaselinePass]:
+        """Run the baseline's pass in this context. If no arm needs its result, the context ends when the pass reaches
+        the heads of the last layer that a mask needs, and the KV cache is kept.
         """
         with ExitStack() as contexts:
-            base, record = self._item.base, None
-            if base is not None:
-                record = contexts.enter_context(headscan.intervene(self._lm, base))
+            base = self._item.base
+            record = None if base is None else contexts.enter_context(headscan.intervene(self._lm, base))
+            baseline_pass = _BaselinePass(record)
             if base in self._item.interventions:
-                return run(record), None
+                yield baseline_pass
+                return
             last = max(self._starts).layer
-            caches: list[Cache | None] = []
+
+            def keep_cache(_: Tensor, cache: Cache | None) -> None:
+                baseline_pass.cache = cache
 
             def stop(site: AttentionSite, _: Tensor) -> None:
                 if site.layer >= last:
                     raise _Stopped
 
-            contexts.enter_context(self._blocks.at(last).watched(lambda _, cache: caches.append(cache)))
+            contexts.enter_context(self._blocks.at(last).watched(keep_cache))
             contexts.enter_context(output_hook(self._lm, stop))
-            try:
-                return run(record), None
-            except _Stopped:
-                return None, caches[-1]
+            with suppress(_Stopped):
+                yield baseline_pass
 
     @contextmanager
     def _ablated(self, mask: Intervention | None, start: Start, kept: _Kept) -> Iterator[InterventionRecord | None]:
+        """Let passes start where those of a mask do, with its heads ablated."""
         with ExitStack() as contexts:
             contexts.enter_context(resuming_at(self._blocks, start.layer, kept.hidden[start.layer]))
             if start.behind_attention:

@@ -37,42 +37,46 @@ class EvictionItem(ArmItem[Request]):
     def run(self, lm: LoadedModel) -> list[Responses[LogLikelihood]]:
         """Answer requests from caches that evict keys after the context."""
         # Keys are evicted at the end of each request's own context.
-        reads = distinct_inputs(self.requests, same_context=True)
-        lengths = [len(read.ids) for read in reads]
+        inputs = distinct_inputs(self.requests, same_context=True)
+        lengths = [len(one_input.ids) for one_input in inputs]
         # Contexts of one batch have the same length, so that none is padded and all evict at the same token.
         groups: dict[tuple[int, Hashable], list[int]] = defaultdict(list)
-        for row, read in enumerate(reads):
-            groups[read.first_place, lm.rope_lengths.group(len(read.ids))].append(row)
+        for index, one_input in enumerate(inputs):
+            groups[one_input.first_scored, lm.rope_lengths.group(len(one_input.ids))].append(index)
         results: dict[int, InputResult] = {}
 
-        def score(rows: list[int]) -> list[InputResult]:
-            return _score(lm, self.intervention, [reads[row] for row in rows])
+        def score(indices: list[int]) -> list[InputResult]:
+            return _score(lm, self.intervention, [inputs[index] for index in indices])
 
+        most_tokens = pass_tokens(lm.device.type, self.batch_tokens)
         with torch.no_grad(), headscan.intervene(lm, self.intervention):
-            for members in groups.values():
-                for batch in batches([lengths[row] for row in members], pass_tokens(lm.device.type, self.batch_tokens)):
-                    rows = [members[i] for i in batch]
-                    for chosen, found in run_halving(rows, score, lengths, lm.limits["evictions"]):
-                        results.update(zip(chosen, found, strict=True))
-        return [by_request(reads, results)]
+            for group in groups.values():
+                for batch in batches([lengths[index] for index in group], most_tokens):
+                    indices = [group[i] for i in batch]
+                    for scored, batch_results in run_halving(indices, score, lengths, lm.limits["evictions"]):
+                        results.update(zip(scored, batch_results, strict=True))
+        return [by_request(inputs, results)]
 
 
-def _score(lm: LoadedModel, intervention: Intervention, reads: list[DistinctInput]) -> list[InputResult]:
-    """Return the results of reads whose contexts have the same length."""
-    start = reads[0].first_place
+def _score(lm: LoadedModel, intervention: Intervention, inputs: list[DistinctInput]) -> list[InputResult]:
+    """Return the results of inputs whose contexts have the same length."""
+    start = inputs[0].first_scored
     if start:
         # The context is read alone, so it needs the rotary frequencies of the whole text.
-        lm.rope_lengths.check(max(len(read.ids) for read in reads), [start])
+        lm.rope_lengths.check(max(len(one_input.ids) for one_input in inputs), [start])
     cache = intervention.new_cache(lm, context=start > 0)
     if start:
-        contexts = list(dict.fromkeys(read.ids[:start] for read in reads))
-        ids = torch.tensor(contexts, device=lm.device)
-        run_forward(lm.model, {"input_ids": ids, "past_key_values": cache, "use_cache": True})
-        if len(contexts) < len(reads):
+        contexts = list(dict.fromkeys(one_input.ids[:start] for one_input in inputs))
+        context_ids = torch.tensor(contexts, device=lm.device)
+        run_forward(lm.model, {"input_ids": context_ids, "past_key_values": cache, "use_cache": True})
+        if len(contexts) < len(inputs):
             row_of = {context: row for row, context in enumerate(contexts)}
+            context_rows = torch.tensor([row_of[one_input.ids[:start]] for one_input in inputs])
             # Selecting rows as beam search does also works for recurrent states, and for layers on other devices.
-            cache.reorder_cache(torch.tensor([row_of[read.ids[:start]] for read in reads]))  # type: ignore[arg-type]
-    ids, _ = pad([read.ids[start:] for read in reads])
-    places = [(row, place - start) for row, read in enumerate(reads) for place in read.places]
-    likelihoods = likelihoods_at(lm, reads, ids, places, past_key_values=cache, use_cache=True)
-    return [InputResult(of_read, 0.0) for of_read in likelihoods]
+            cache.reorder_cache(context_rows)  # type: ignore[arg-type]
+    ids, _ = pad([one_input.ids[start:] for one_input in inputs])
+    positions = [
+        (row, position - start) for row, one_input in enumerate(inputs) for position in one_input.scored_positions
+    ]
+    likelihoods = likelihoods_at(lm, inputs, ids, positions, past_key_values=cache, use_cache=True)
+    return [InputResult(input_likelihoods, 0.0) for input_likelihoods in likelihoods]

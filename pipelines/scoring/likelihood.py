@@ -4,7 +4,7 @@ Distinct inputs are read in batches, common prefixes first: those of one length 
 what follows them. Logits are computed only at scored tokens. Rules and random heads need whole inputs, so they share
 equal inputs only; `shared_row_likelihood.SharedRowItem` shares prefixes for rules.
 
-Shapes: B sequences, N tokens (padded on the right), M scored positions, V vocabulary.
+Shapes: B sequences, N tokens (padded on the right), R prefixes, M scored positions, T target tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,53 +24,55 @@ from headscan.attention.hooks import attention_hook
 from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel, logits_at
 from headscan.models.model_facts import UNVARYING, RopeLengths
-from headscan.models.token_batches import batches, pad, pass_cost, pass_tokens, run_halving
+from headscan.models.token_batches import MemoryLimit, batches, pad, pass_cost, pass_tokens, run_halving
 from headscan.pipelines.scoring.prefix_tree import PrefixNode, join_similar, prefix_tree
 from headscan.pipelines.scoring.token_requests import ArmItem, LogLikelihood, Request, Responses, input_key
 
 
 class DistinctInput(NamedTuple):
     """An input of the model, and the requests it answers by index and scored tokens. The last token of a continuation
-    is predicted, never read, so the choices of a question are often one read.
+    is predicted, never read, so the choices of a question are often one input.
     """
 
     ids: tuple[int, ...]
     requests: list[tuple[int, tuple[int, ...]]]
 
     @property
-    def first_place(self) -> int:
+    def first_scored(self) -> int:
+        """The first position whose logits are scored."""
         return len(self.ids) - max(len(target) for _, target in self.requests)
 
     @property
-    def places(self) -> range:
-        return range(self.first_place, len(self.ids))
+    def scored_positions(self) -> range:
+        return range(self.first_scored, len(self.ids))
 
 
 class InputResult(NamedTuple):
-    """Likelihoods of a read's requests, and its ablated share, 0 to 1."""
+    """Log-likelihoods of the requests of an input, and its ablated share, 0 to 1."""
 
     likelihoods: list[LogLikelihood]
     ablated_share: float
 
 
 def distinct_inputs(requests: Sequence[Request], *, same_context: bool = False) -> list[DistinctInput]:
-    """Return the distinct inputs of the requests; with ``same_context``, those of a read score equally many tokens."""
-    reads: dict[tuple[tuple[int, ...], int], DistinctInput] = {}
-    for index, (ids, scored) in enumerate(requests):
-        key = (ids[:-1], scored if same_context else 0)
-        reads.setdefault(key, DistinctInput(ids[:-1], [])).requests.append((index, ids[-scored:]))
-    return list(reads.values())
+    """Return the distinct inputs of requests; with ``same_context``, those of one input score equally many tokens."""
+    inputs: dict[tuple[tuple[int, ...], int], DistinctInput] = {}
+    for index, (ids, scored_tokens) in enumerate(requests):
+        key = (ids[:-1], scored_tokens if same_context else 0)
+        inputs.setdefault(key, DistinctInput(ids[:-1], [])).requests.append((index, ids[-scored_tokens:]))
+    return list(inputs.values())
 
 
-def by_request(reads: Sequence[DistinctInput], results: Mapping[int, InputResult]) -> Responses[LogLikelihood]:
-    """Return the likelihoods of the reads, given by index, in the order of the requests."""
-    values: dict[int, LogLikelihood] = {}
+def by_request(inputs: Sequence[DistinctInput], results: Mapping[int, InputResult]) -> Responses[LogLikelihood]:
+    """Return the results of the inputs, given by index, in the order of the requests."""
+    likelihoods: dict[int, LogLikelihood] = {}
     shares: dict[int, float] = {}
-    for index, read in enumerate(reads):
-        for (request, _), likelihood in zip(read.requests, results[index].likelihoods, strict=True):
-            values[request], shares[request] = likelihood, results[index].ablated_share
-    order = range(len(values))
-    return Responses(tuple(values[i] for i in order), tuple(shares[i] for i in order))
+    for index, one_input in enumerate(inputs):
+        result = results[index]
+        for (request, _), likelihood in zip(one_input.requests, result.likelihoods, strict=True):
+            likelihoods[request], shares[request] = likelihood, result.ablated_share
+    order = range(len(likelihoods))
+    return Responses(tuple(likelihoods[i] for i in order), tuple(shares[i] for i in order))
 
 
 P = TypeVar("P")
@@ -86,11 +88,13 @@ _GROUPED_COSTS = 8
 
 @dataclass(frozen=True)
 class Continued(Generic[P]):
-    """What a batch of reads continues: prefixes of ``start`` tokens (None if 0), and each read's index in them."""
+    """What a batch of inputs continues: ``prefixes`` of ``start`` tokens that one pass has read (None if ``start`` is
+    0), and the row of each input's prefix in that pass.
+    """
 
     start: int
-    prefix: P | None
-    rows: tuple[int, ...]
+    prefixes: P | None
+    prefix_rows: tuple[int, ...]
 
 
 def grouped_tokens(device: str) -> int:
@@ -98,80 +102,96 @@ def grouped_tokens(device: str) -> int:
     return _GROUPED_COSTS * pass_cost(device)
 
 
-def shareable_tokens(lm: LoadedModel, reads: Sequence[DistinctInput]) -> list[int]:
-    """Return how many tokens of each read may be shared: those before its first scored logit, or none if its rotary
+def shareable_tokens(lm: LoadedModel, inputs: Sequence[DistinctInput]) -> list[int]:
+    """Return how many tokens of each input may be shared: those before its first scored logit, or none if its rotary
     frequencies are not those of short inputs.
     """
     rope = lm.rope_lengths
-    return [read.first_place if rope.group(len(read.ids)) == rope.group(1) else 0 for read in reads]
+    return [one_input.first_scored if rope.group(len(one_input.ids)) == rope.group(1) else 0 for one_input in inputs]
 
 
 def score_in_batches(
     lm: LoadedModel,
-    reads: Sequence[DistinctInput],
+    inputs: Sequence[DistinctInput],
     batch_tokens: int,
     share_prefixes: bool,
-    read_on: Callable[[Sequence[Sequence[int]], P | None], P],
+    read_prefixes: Callable[[Sequence[Sequence[int]], P | None], P],
     score: Callable[[list[DistinctInput], Continued[P]], list[A]],
 ) -> Iterator[tuple[int, A]]:
-    """Run all reads in batches, common prefixes first; yield each read's index and its result of ``score``.
+    """Run all inputs in batches, common prefixes first; yield each input's index and its result of ``score``.
 
     Args:
-        read_on: Reads the tokens (R, N) after a prefix (None starts at the first token) and returns R longer prefixes.
-        score: Scores a batch of reads from their prefixes on.
+        read_prefixes: Reads the tokens (R, N) after a prefix (None starts at the first token) and returns R longer
+            prefixes.
+        score: Scores a batch of inputs from their prefixes on.
     """
-    cost, limit = pass_cost(lm.device.type), lm.limits["reads"]
+    cost, limit = pass_cost(lm.device.type), lm.limits["inputs"]
     batch_tokens = pass_tokens(lm.device.type, batch_tokens)
-    root = PrefixNode(0, [], [(row, 0) for row in range(len(reads))])
+    root = PrefixNode(0, [], [(index, 0) for index in range(len(inputs))])
     if share_prefixes:
-        root = prefix_tree([read.ids for read in reads], shareable_tokens(lm, reads), cost)
+        root = prefix_tree([one_input.ids for one_input in inputs], shareable_tokens(lm, inputs), cost)
         join_similar(root, cost, min(batch_tokens, grouped_tokens(lm.device.type)))
-    # A prefix stays in memory while reads or longer prefixes continue from it.
-    todo: list[tuple[PrefixNode, P | None]] = [(root, None)]
-    while todo:
-        node, prefix = todo.pop()
-        parts: list[tuple[list[int], P | None]] = [([0], None)]
-        if node.tokens:
-            tokens, parent = node.tokens, prefix
+    yield from _score_after(lm, inputs, root, [0], None, batch_tokens, score)
+    # A prefix stays in memory while inputs or longer prefixes continue from it.
+    unread: list[tuple[PrefixNode, P | None]] = [(child, None) for child in root.children]
+    while unread:
+        node, parent = unread.pop()
+        prefix_passes = _read_node(node, parent, read_prefixes, limit)
+        for prefix_indices, prefixes in prefix_passes:
+            yield from _score_after(lm, inputs, node, prefix_indices, prefixes, batch_tokens, score)
+        if node.children:
+            # Only a node with a single prefix has children, so one pass has read it.
+            [(_, prefix)] = prefix_passes
+            unread += [(child, prefix) for child in node.children]
 
-            def longer(chosen: list[int], tokens: Sequence[Sequence[int]] = tokens, parent: P | None = parent) -> P:
-                return read_on([tokens[index] for index in chosen], parent)
 
-            parts = [*run_halving(list(range(len(tokens))), longer, [len(ids) for ids in tokens], limit)]
-        for chosen, prefix in parts:
-            yield from _score_after(lm, reads, node, chosen, prefix, batch_tokens, score)
-        todo += [(child, prefix) for child in node.children]
+def _read_node(
+    node: PrefixNode,
+    parent: P | None,
+    read_prefixes: Callable[[Sequence[Sequence[int]], P | None], P],
+    limit: MemoryLimit,
+) -> list[tuple[list[int], P]]:
+    """Read the prefixes of a node after their parent, in one pass if memory allows; return each pass's prefixes, and
+    their indices in the node.
+    """
+
+    def read(prefix_indices: list[int]) -> P:
+        return read_prefixes([node.tokens[index] for index in prefix_indices], parent)
+
+    return run_halving(list(range(len(node.tokens))), read, [len(ids) for ids in node.tokens], limit)
 
 
 def _score_after(
     lm: LoadedModel,
-    reads: Sequence[DistinctInput],
+    inputs: Sequence[DistinctInput],
     node: PrefixNode,
-    chosen: Sequence[int],
-    prefix: P | None,
+    prefix_indices: Sequence[int],
+    prefixes: P | None,
     batch_tokens: int,
     score: Callable[[list[DistinctInput], Continued[P]], list[A]],
 ) -> Iterator[tuple[int, A]]:
-    place = {index: row for row, index in enumerate(chosen)}
-    rows = [(read, place[index]) for read, index in node.rows if index in place]
-    lengths = [_weight(len(reads[read].ids) - node.end, node.end) for read, _ in rows]
-    groups = [lm.rope_lengths.group(len(reads[read].ids)) for read, _ in rows]
+    """Score the inputs that continue from ``prefixes``, those of a node with the given indices."""
+    row_of = {prefix: row for row, prefix in enumerate(prefix_indices)}
+    continuing = [(index, row_of[prefix]) for index, prefix in node.sequences if prefix in row_of]
+    lengths = [_weighted_tokens(len(inputs[index].ids) - node.end, node.end) for index, _ in continuing]
+    groups = [lm.rope_lengths.group(len(inputs[index].ids)) for index, _ in continuing]
 
     def score_batch(batch: list[int]) -> list[A]:
-        after = Continued(node.end, prefix, tuple(rows[i][1] for i in batch))
-        return score([reads[rows[i][0]] for i in batch], after)
+        after = Continued(node.end, prefixes, tuple(continuing[i][1] for i in batch))
+        return score([inputs[continuing[i][0]] for i in batch], after)
 
     for batch in batches(lengths, batch_tokens, pass_cost=pass_cost(lm.device.type), groups=groups):
-        for part, results in run_halving(batch, score_batch, lengths, lm.limits["reads"]):
-            yield from zip((rows[i][0] for i in part), results, strict=True)
+        for scored, results in run_halving(batch, score_batch, lengths, lm.limits["inputs"]):
+            yield from zip((continuing[i][0] for i in scored), results, strict=True)
 
 
-def _weight(tokens: int, prefix: int) -> int:
-    return max(tokens, -(-(prefix + tokens) // _PREFIX_WEIGHT)) if prefix else tokens
+def _weighted_tokens(tokens: int, prefix_tokens: int) -> int:
+    """Return the tokens of a batch that take as much memory as these tokens after a prefix."""
+    return max(tokens, -(-(prefix_tokens + tokens) // _PREFIX_WEIGHT)) if prefix_tokens else tokens
 
 
-#: Positions normalised at a time, so that no second copy of all logits exists.
-_PLACES = 512
+#: Most scored positions whose logits are normalised at a time, so that no second copy of all logits exists.
+_POSITIONS_AT_A_TIME = 512
 
 
 @dataclass(frozen=True)
@@ -184,12 +204,12 @@ class LikelihoodItem(ArmItem[Request]):
 
     def run(self, lm: LoadedModel) -> list[Responses[LogLikelihood]]:
         """Answer requests with the item's heads ablated."""
-        reads = distinct_inputs(self.requests)
+        inputs = distinct_inputs(self.requests)
         share = self.share_prefixes and (self.intervention is None or self.intervention.may_share_prefix)
         with torch.no_grad(), intervening(lm, self.intervention, rule_kernels=self.rule_kernels) as record:
             score = partial(score_inputs, lm, record=record)
-            results = dict(score_in_batches(lm, reads, self.batch_tokens, share, partial(read_prefix, lm), score))
-        return [by_request(reads, results)]
+            results = dict(score_in_batches(lm, inputs, self.batch_tokens, share, partial(read_prefix, lm), score))
+        return [by_request(inputs, results)]
 
 
 @contextmanager
@@ -206,57 +226,66 @@ def intervening(
 
 
 def score_inputs(
-    lm: LoadedModel, reads: Sequence[DistinctInput], after: Continued[Prefix], record: InterventionRecord | None
+    lm: LoadedModel, inputs: Sequence[DistinctInput], after: Continued[Prefix], record: InterventionRecord | None
 ) -> list[InputResult]:
-    ids, lengths = pad([read.ids[after.start :] for read in reads])
+    """Score inputs from their prefixes on, in one pass; ``record`` is that of the open intervention."""
+    ids, lengths = pad([one_input.ids[after.start :] for one_input in inputs])
     if record is not None:
         record.lengths = lengths
-        record.input_keys = [input_key(read.ids) for read in reads]
-    places = [(row, place - after.start) for row, read in enumerate(reads) for place in read.places]
+        record.input_keys = [input_key(one_input.ids) for one_input in inputs]
+    positions = [
+        (row, position - after.start) for row, one_input in enumerate(inputs) for position in one_input.scored_positions
+    ]
     cache: dict[str, Any] = {"use_cache": False}
-    if after.prefix is not None:
-        cache = {"use_cache": True, "past_key_values": after.prefix.continued(after.rows)}
-    likelihoods = likelihoods_at(lm, reads, ids, places, **cache)
-    shares = [0.0] * len(reads) if record is None else record.ablated_shares.tolist()
-    return [InputResult(of_read, share) for of_read, share in zip(likelihoods, shares, strict=True)]
+    if after.prefixes is not None:
+        cache = {"use_cache": True, "past_key_values": after.prefixes.continued(after.prefix_rows)}
+    likelihoods = likelihoods_at(lm, inputs, ids, positions, **cache)
+    shares = [0.0] * len(inputs) if record is None else record.ablated_shares.tolist()
+    return [InputResult(*result) for result in zip(likelihoods, shares, strict=True)]
 
 
 def likelihoods_at(
-    lm: LoadedModel, reads: Sequence[DistinctInput], ids: Tensor, places: Sequence[tuple[int, int]], **kwargs: Any
+    lm: LoadedModel,
+    inputs: Sequence[DistinctInput],
+    ids: Tensor,
+    positions: Sequence[tuple[int, int]],
+    **arguments: Any,
 ) -> list[list[LogLikelihood]]:
-    """Return log-likelihoods by input, from one pass over ids (B, N). ``places`` are those of the inputs, as (row, column).
+    """Return the log-likelihoods of each input's requests, from one pass over ids (B, N) with further ``arguments``.
+    ``positions`` are the scored ones of all inputs, as (row, column) of ``ids``.
     """
-    rows, columns = ([place[axis] for place in places] for axis in (0, 1))
-    likelihoods = iter(_likelihoods(logits_at(lm, ids, rows, columns, **kwargs), reads))
-    return [[next(likelihoods) for _ in read.requests] for read in reads]
+    rows, columns = [row for row, _ in positions], [column for _, column in positions]
+    likelihoods = iter(_likelihoods(logits_at(lm, ids, rows, columns, **arguments), inputs))
+    return [[next(likelihoods) for _ in one_input.requests] for one_input in inputs]
 
 
-def _likelihoods(logits_MV: Tensor, reads: Sequence[DistinctInput]) -> list[LogLikelihood]:
-    places: list[int] = []
+def _likelihoods(logits_MV: Tensor, inputs: Sequence[DistinctInput]) -> list[LogLikelihood]:
+    """Return the log-likelihoods of all requests, input by input, from the logits of their scored positions."""
+    rows: list[int] = []  # of the logits that predict each target token
     targets: list[int] = []
-    owners: list[int] = []
+    request_indices: list[int] = []  # the request of each target token
     end = requests = 0
-    for read in reads:
-        end += len(read.ids) - read.first_place
-        for _, target in read.requests:
-            places += range(end - len(target), end)
+    for one_input in inputs:
+        end += len(one_input.scored_positions)
+        for _, target in one_input.requests:
+            rows += range(end - len(target), end)
             targets += target
-            owners += [requests] * len(target)
+            request_indices += [requests] * len(target)
             requests += 1
-    at = torch.tensor(places, device=logits_MV.device)
-    target_ids = torch.tensor(targets, device=logits_MV.device)
-    values = torch.empty(len(at), device=logits_MV.device)
-    greedy = torch.empty(len(at), dtype=torch.bool, device=logits_MV.device)
-    for start, logits in zip(range(0, len(logits_MV), _PLACES), logits_MV.split(_PLACES), strict=True):
-        here = ((at >= start) & (at < start + _PLACES)).nonzero()[:, 0]
-        rows, ids = at[here] - start, target_ids[here]
-        values[here] = logits.float().log_softmax(-1)[rows, ids]
-        greedy[here] = _greedy(logits, rows, ids)
-    sums = torch.zeros(requests, dtype=torch.float64).index_add_(
-        0, owner := torch.tensor(owners), values.cpu().double()
-    )
-    counts = torch.zeros(requests, dtype=torch.long).index_add_(0, owner, greedy.cpu().long())
-    return [LogLikelihood(*row) for row in zip(sums.tolist(), counts.tolist(), strict=True)]
+    row_T = torch.tensor(rows, device=logits_MV.device)
+    target_T = torch.tensor(targets, device=logits_MV.device)
+    request_T = torch.tensor(request_indices)
+    log_likelihood_T = torch.empty(len(row_T), device=logits_MV.device)
+    greedy_T = torch.empty(len(row_T), dtype=torch.bool, device=logits_MV.device)
+    starts = range(0, len(logits_MV), _POSITIONS_AT_A_TIME)
+    for start, logits in zip(starts, logits_MV.split(_POSITIONS_AT_A_TIME), strict=True):
+        tokens = ((row_T >= start) & (row_T < start + _POSITIONS_AT_A_TIME)).nonzero()[:, 0]
+        logit_rows, target_ids = row_T[tokens] - start, target_T[tokens]
+        log_likelihood_T[tokens] = logits.float().log_softmax(-1)[logit_rows, target_ids]
+        greedy_T[tokens] = _greedy(logits, logit_rows, target_ids)
+    sums = torch.zeros(requests, dtype=torch.float64).index_add_(0, request_T, log_likelihood_T.cpu().double())
+    counts = torch.zeros(requests, dtype=torch.long).index_add_(0, request_T, greedy_T.cpu().long())
+    return [LogLikelihood(*request) for request in zip(sums.tolist(), counts.tolist(), strict=True)]
 
 
 def _greedy(logits_MV: Tensor, rows: Tensor, ids: Tensor) -> Tensor:

@@ -16,13 +16,13 @@ class PrefixNode:
     Attributes:
         start: Number of tokens before these.
         tokens: The tokens of each prefix; empty in the root, where no prefix is read.
-        rows: Sequences that continue from here alone, each with the index of its prefix.
+        sequences: Indices of the sequences that continue from here alone, each with the index of its prefix.
         children: Longer prefixes; a node has them only if it holds a single prefix.
     """
 
     start: int
     tokens: list[tuple[int, ...]]
-    rows: list[tuple[int, int]] = field(default_factory=list)
+    sequences: list[tuple[int, int]] = field(default_factory=list)
     children: list[PrefixNode] = field(default_factory=list)
 
     @property
@@ -42,11 +42,11 @@ def prefix_tree(sequences: Sequence[tuple[int, ...]], shareable: Sequence[int], 
     common = [0, *(common_tokens(sequences, shareable, a, b) for a, b in pairwise(order))]
     root = PrefixNode(0, [])
     # Ranges of the sorted sequences, and the node that they continue from.
-    todo = [(0, len(order), root)] if order else []
-    while todo:
-        low, high, node = todo.pop()
+    ranges = [(0, len(order), root)] if order else []
+    while ranges:
+        low, high, node = ranges.pop()
         if high - low == 1:
-            node.rows.append((order[low], 0))
+            node.sequences.append((order[low], 0))
             continue
         shared = min(common[low + 1 : high])
         if (high - low - 1) * (shared - node.end) > pass_cost:
@@ -54,14 +54,15 @@ def prefix_tree(sequences: Sequence[tuple[int, ...]], shareable: Sequence[int], 
             node.children.append(child)
             node = child
         cuts = [low, *(i for i in range(low + 1, high) if common[i] == shared), high]
-        todo += [(a, b, node) for a, b in pairwise(cuts)]
+        ranges += [(a, b, node) for a, b in pairwise(cuts)]
     return root
 
 
 def common_tokens(sequences: Sequence[tuple[int, ...]], shareable: Sequence[int], a: int, b: int) -> int:
+    """Return the number of leading tokens that the sequences ``a`` and ``b`` have in common and may share."""
     most = min(shareable[a], shareable[b])
-    differ = np.flatnonzero(np.array(sequences[a][:most]) != np.array(sequences[b][:most]))
-    return int(differ[0]) if len(differ) else most
+    differing = np.flatnonzero(np.array(sequences[a][:most]) != np.array(sequences[b][:most]))
+    return int(differing[0]) if len(differing) else most
 
 
 def join_similar(root: PrefixNode, pass_cost: int, most_tokens: int) -> None:
@@ -71,19 +72,19 @@ def join_similar(root: PrefixNode, pass_cost: int, most_tokens: int) -> None:
     pass (``pass_cost``, in tokens). The prefixes of a node are cut to one length, so that no padding comes between a
     prefix and its continuation.
     """
-    todo = [root]
-    while todo:
-        node = todo.pop()
+    nodes = [root]
+    while nodes:
+        node = nodes.pop()
         leaves = [child for child in node.children if not child.children]
         inner = [child for child in node.children if child.children]
         node.children = [*inner, *map(_joined, _similar(leaves, pass_cost, most_tokens))]
-        todo += inner
+        nodes += inner
 
 
 def _joined(nodes: list[PrefixNode]) -> PrefixNode:
     width = min(len(node.tokens[0]) for node in nodes)
-    rows = [(row, index) for index, node in enumerate(nodes) for row, _ in node.rows]
-    return PrefixNode(nodes[0].start, [node.tokens[0][:width] for node in nodes], rows)
+    sequences = [(sequence, prefix) for prefix, node in enumerate(nodes) for sequence, _ in node.sequences]
+    return PrefixNode(nodes[0].start, [node.tokens[0][:width] for node in nodes], sequences)
 
 
 def _similar(leaves: list[PrefixNode], pass_cost: int, most_tokens: int) -> Iterator[list[PrefixNode]]:
@@ -91,8 +92,8 @@ def _similar(leaves: list[PrefixNode], pass_cost: int, most_tokens: int) -> Iter
     group: list[PrefixNode] = []
     for leaf in sorted(leaves, key=lambda leaf: -leaf.end):
         # Tokens that are cut off are read by every sequence instead of once.
-        again = sum((len(node.rows) - 1) * (node.end - leaf.end) for node in group)
-        if group and (again > pass_cost * len(group) or (len(group) + 1) * leaf.end > most_tokens):
+        read_again = sum((len(node.sequences) - 1) * (node.end - leaf.end) for node in group)
+        if group and (read_again > pass_cost * len(group) or (len(group) + 1) * leaf.end > most_tokens):
             yield group
             group = []
         group.append(leaf)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headscan.ablation.intervention import Ablation, Intervention
+from headscan.cluster.pool import Pool
 from headscan.layers.prefix_cache import shares_prefixes
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
@@ -35,16 +36,13 @@ from headscan.pipelines.scoring.token_requests import ArmItem, GenerationRequest
 #: Dtypes in which the order of summation changes answers.
 HALF = ("bfloat16", "float16")
 
-#: Runs a pool task on the model and returns its result.
-Ask = Callable[[Callable[[LoadedModel, Any], bool], None], bool]
-
 
 @dataclass(frozen=True)
 class PromptReading:
     """How prompts are read.
 
     Attributes:
-        share_prefixes: Common prefixes are read once, into a KV cache.
+        share_prefixes: Common prefixes are read once, into a KV cache, or in shared rows.
         shared_rows: Rules, which cannot continue from a KV cache, share prefixes in rows.
         rule_kernels: All arms use the kernels of rules, and rows if rules do.
     """
@@ -63,8 +61,9 @@ class PromptReading:
         batch_tokens: int,
     ) -> BundleItem:
         """Return the item of scored requests under several masks, whose passes can start at ``starts``."""
-        shares = self.share_prefixes and all(mask is None or mask.may_share_prefix for mask in masks)
-        return BundleItem(name, requests, masks, tuple(start_of(mask, starts) for mask in masks), batch_tokens, shares)
+        share_prefixes = self.share_prefixes and all(mask is None or mask.may_share_prefix for mask in masks)
+        mask_starts = tuple(start_of(mask, starts) for mask in masks)
+        return BundleItem(name, requests, masks, mask_starts, batch_tokens, share_prefixes)
 
     def item(
         self, name: str, requests: tuple[Any, ...], intervention: Intervention | None, batch_tokens: int
@@ -84,17 +83,19 @@ class PromptReading:
         )
 
 
-def computed_as_rules(dtype: str, interventions: Sequence[Intervention | None]) -> bool:
-    """Return True if all arms need the kernels of rules: in half precision kernels round differently, which would add
-    to every difference to the baseline.
+def need_rule_kernels(dtype: str, interventions: Sequence[Intervention | None]) -> bool:
+    """Return True if all arms need the kernels of rules, because one of them does: in half precision kernels round
+    differently, which would add to every difference to the baseline.
     """
     return dtype in HALF and any(
         intervention is not None and intervention.replaces_attention for intervention in interventions
     )
 
 
-def reads_whole(dtype: str, interventions: Sequence[Intervention | None]) -> bool:
-    """Return True if all arms read whole inputs, as resampled heads do. Kernels round differently in half precision."""
+def need_whole_inputs(dtype: str, interventions: Sequence[Intervention | None]) -> bool:
+    """Return True if all arms need whole inputs, because one of them resamples heads: kernels round differently in
+    half precision.
+    """
     return dtype in HALF and any(
         isinstance(intervention, Ablation) and not intervention.replacement.position_free
         for intervention in interventions
@@ -102,31 +103,35 @@ def reads_whole(dtype: str, interventions: Sequence[Intervention | None]) -> boo
 
 
 def choose_reading(
-    ask: Ask,
+    pool: Pool,
     dtype: str,
     rope: RopeLengths,
     interventions: Sequence[Intervention | None],
     share_prefixes: bool | None,
     say: Callable[[str], None],
 ) -> PromptReading:
-    """Return the fastest way of reading under which all arms are comparable; ``dtype`` and ``rope`` are the model's.
-    ``shares`` False shares no prefixes, and None only if all arms use the same kernels; ``say`` receives the reason if
-    they are not shared.
+    """Return the fastest way of reading under which all arms are comparable; ``dtype`` and ``rope`` are those of the
+    pool's model.
+
+    Args:
+        share_prefixes: False reads prompts whole; True shares prefixes if the model can; None shares them only if all
+            arms can also use the same kernels.
+        say: Receives the reason if prefixes are not shared.
     """
-    rule_kernels = computed_as_rules(dtype, interventions)
+    rule_kernels = need_rule_kernels(dtype, interventions)
     whole = PromptReading(False, rule_kernels=rule_kernels, rope=rope)
     if share_prefixes is False:
         return whole
-    if share_prefixes is None and reads_whole(dtype, interventions):
+    if share_prefixes is None and need_whole_inputs(dtype, interventions):
         say(f"prompts are read whole: in {dtype} all arms need the same kernels, and resampled heads need whole inputs")
         return whole
     rules = any(intervention is not None and intervention.needs_whole_input for intervention in interventions)
-    if (rules or rule_kernels) and ask(can_read_shared_rows, None):
+    if (rules or rule_kernels) and pool.one(can_read_shared_rows, None):
         return PromptReading(True, shared_rows=True, rule_kernels=rule_kernels, rope=rope)
     if rule_kernels and share_prefixes is None:
         say(f"prompts are read whole: in {dtype} all arms need the same kernels, and this model cannot share rows")
         return whole
-    if not ask(can_share_prefixes, None):
+    if not pool.one(can_share_prefixes, None):
         say("prompts are read whole: continuing from a cached prefix changes the hidden states of this model")
         return whole
     return PromptReading(True, rope=rope)

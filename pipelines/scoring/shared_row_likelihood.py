@@ -15,7 +15,7 @@ import torch
 
 from headscan.ablation.intervention import LayerwiseAblation
 from headscan.ablation.masks import HeadMask
-from headscan.layers.blocks import Blocks, find_blocks
+from headscan.layers.blocks import find_blocks
 from headscan.layers.prefix_cache import read_prefix
 from headscan.layers.shared_rows import SharedRow, can_share_rows, read_shared_row
 from headscan.models.loaded_model import LoadedModel
@@ -34,15 +34,16 @@ from headscan.pipelines.scoring.likelihood import (
 from headscan.pipelines.scoring.prefix_tree import PrefixNode, prefix_tree
 from headscan.pipelines.scoring.token_requests import ArmItem, LogLikelihood, Request, Responses
 
-#: A row may have at least so many times the tokens of its prefix: reading a prefix again costs more than a longer pass.
-_PREFIXES = 3
+#: Most tokens of a row for each token of its prefix, if that is more than the fastest length of a row: reading a prefix
+#: again costs more than a longer pass.
+_TOKENS_PER_PREFIX_TOKEN = 3
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Sequences (indices) that share their first ``prefix`` tokens; 0 for a single sequence."""
+    """Sequences (indices) that share their first ``prefix_tokens`` tokens; 0 for a single sequence."""
 
-    prefix: int
+    prefix_tokens: int
     members: tuple[int, ...]
 
 
@@ -59,39 +60,36 @@ class RowPacker:
     def rows(self, node: PrefixNode) -> list[PackedRow]:
         """Return the rows of a tree of prefixes: those of each child, or one group for all if that has fewer tokens."""
         apart = [row for child in node.children for row in self.rows(child)]
-        apart += self._cut(node.end, [member for member, _ in node.rows])
+        apart += self._cut(node.end, [index for index, _ in node.sequences])
         together = self._cut(node.end, sorted(_members(node)))
         return min(apart, together, key=self._tokens)
 
-    def _cut(self, prefix: int, members: Sequence[int]) -> list[PackedRow]:
-        if not prefix:
+    def row_tokens(self, prefix_tokens: int) -> int:
+        """Return the most tokens of a row with a prefix of so many tokens."""
+        return min(max(self.best_tokens, _TOKENS_PER_PREFIX_TOKEN * prefix_tokens), self.most_tokens)
+
+    def _cut(self, prefix_tokens: int, members: Sequence[int]) -> list[PackedRow]:
+        """Return rows of these members, the longest first; a member that is alone in its row shares no prefix."""
+        if not prefix_tokens:
             return [PackedRow(0, (member,)) for member in members]
-        room = _row_tokens(prefix, self.best_tokens, self.most_tokens) - prefix
-        cut: list[PackedRow] = []
-        row: list[int] = []
-        used = 0
+        most_ending_tokens = self.row_tokens(prefix_tokens) - prefix_tokens
+        rows: list[list[int]] = []
+        row_ending_tokens = 0
         for member in sorted(members, key=lambda m: (-self.lengths[m], m)):
-            ending = self.lengths[member] - prefix
-            if row and used + ending > room:
-                cut.append(PackedRow(prefix, tuple(row)))
-                row, used = [], 0
-            row.append(member)
-            used += ending
-        if row:
-            cut.append(PackedRow(prefix, tuple(row)))
-        return [row if len(row.members) > 1 else PackedRow(0, row.members) for row in cut]
+            ending_tokens = self.lengths[member] - prefix_tokens
+            if not rows or row_ending_tokens + ending_tokens > most_ending_tokens:
+                rows.append([])
+                row_ending_tokens = 0
+            rows[-1].append(member)
+            row_ending_tokens += ending_tokens
+        return [PackedRow(prefix_tokens if len(row) > 1 else 0, tuple(row)) for row in rows]
 
     def _tokens(self, rows: Sequence[PackedRow]) -> int:
-        return sum(row.prefix + sum(self.lengths[m] - row.prefix for m in row.members) for row in rows)
-
-
-def _row_tokens(prefix: int, best_tokens: int, most_tokens: int) -> int:
-    """Return the most tokens of a row."""
-    return min(max(best_tokens, _PREFIXES * prefix), most_tokens)
+        return sum(row.prefix_tokens + sum(self.lengths[m] - row.prefix_tokens for m in row.members) for row in rows)
 
 
 def _members(node: PrefixNode) -> Iterator[int]:
-    yield from (member for member, _ in node.rows)
+    yield from (index for index, _ in node.sequences)
     for child in node.children:
         yield from _members(child)
 
@@ -104,18 +102,18 @@ class SharedRowItem(ArmItem[Request]):
 
     def run(self, lm: LoadedModel) -> list[Responses[LogLikelihood]]:
         """Answer requests with the item's heads ablated, with the kernels of rules for every arm."""
-        reads = distinct_inputs(self.requests)
+        inputs = distinct_inputs(self.requests)
         results: dict[int, InputResult] = {}
-        ablated = HeadMask([]) if self.intervention is None else self.intervention
-        if isinstance(ablated, LayerwiseAblation) and ablated.may_share_rows:
-            results = _in_rows(lm, ablated, reads, self.batch_tokens)
-        alone = [index for index in range(len(reads)) if index not in results]
-        whole = [reads[index] for index in alone]
+        ablation = HeadMask([]) if self.intervention is None else self.intervention
+        if isinstance(ablation, LayerwiseAblation) and ablation.may_share_rows:
+            results = _RowReader(lm, ablation, inputs, self.batch_tokens).results()
+        whole = [index for index in range(len(inputs)) if index not in results]
+        whole_inputs = [inputs[index] for index in whole]
         with torch.no_grad(), intervening(lm, self.intervention, rule_kernels=True) as record:
-            score, read_on = partial(score_inputs, lm, record=record), partial(read_prefix, lm)
-            for place, of_read in score_in_batches(lm, whole, self.batch_tokens, False, read_on, score):
-                results[alone[place]] = of_read
-        return [by_request(reads, results)]
+            score, read_prefixes = partial(score_inputs, lm, record=record), partial(read_prefix, lm)
+            scored = score_in_batches(lm, whole_inputs, self.batch_tokens, False, read_prefixes, score)
+            results |= {whole[index]: result for index, result in scored}
+        return [by_request(inputs, results)]
 
 
 def can_read_shared_rows(lm: LoadedModel, item: object) -> bool:
@@ -123,45 +121,61 @@ def can_read_shared_rows(lm: LoadedModel, item: object) -> bool:
     return can_share_rows(lm)
 
 
-def _in_rows(
-    lm: LoadedModel, ablated: LayerwiseAblation, reads: Sequence[DistinctInput], batch_tokens: int
-) -> dict[int, InputResult]:
-    lengths = [len(read.ids) for read in reads]
-    tree = prefix_tree([read.ids for read in reads], shareable_tokens(lm, reads), pass_cost(lm.device.type))
-    blocks, limit = find_blocks(lm), lm.limits["shared rows"]
-    best_tokens = pass_tokens(lm.device.type, batch_tokens)
-    results: dict[int, InputResult] = {}
-    with torch.no_grad():
-        for row in RowPacker(lengths, best_tokens, batch_tokens).rows(tree):
-            if row.prefix:
+class _RowReader:
+    """Reads the inputs that share prefixes, in rows, with heads ablated."""
 
-                def score(members: list[int], prefix: int = row.prefix) -> list[InputResult]:
-                    most = _row_tokens(prefix, best_tokens, batch_tokens)
-                    return _read_row(blocks, ablated, [reads[member] for member in members], prefix, most)
+    def __init__(
+        self, lm: LoadedModel, ablation: LayerwiseAblation, inputs: Sequence[DistinctInput], batch_tokens: int
+    ) -> None:
+        self._lm, self._ablation, self._inputs = lm, ablation, inputs
+        self._blocks = find_blocks(lm)
+        self._lengths = [len(one_input.ids) for one_input in inputs]
+        self._packer = RowPacker(self._lengths, pass_tokens(lm.device.type, batch_tokens), batch_tokens)
+        self._pass_cost = pass_cost(lm.device.type)
 
-                for members, found in run_halving(list(row.members), score, lengths, limit):
-                    results.update(zip(members, found, strict=True))
-    return results
+    @torch.no_grad()
+    def results(self) -> dict[int, InputResult]:
+        """Return the results by input (index); those of inputs that share no prefix are missing."""
+        ids = [one_input.ids for one_input in self._inputs]
+        tree = prefix_tree(ids, shareable_tokens(self._lm, self._inputs), self._pass_cost)
+        limit = self._lm.limits["shared rows"]
+        results: dict[int, InputResult] = {}
+        for row in self._packer.rows(tree):
+            if row.prefix_tokens:
+                read_row = partial(self._read_row, row.prefix_tokens)
+                for _, row_results in run_halving(list(row.members), read_row, self._lengths, limit):
+                    results |= row_results
+        return results
 
+    def _read_row(self, prefix_tokens: int, members: list[int]) -> dict[int, InputResult]:
+        """Return the results of inputs (indices) that share their first tokens, read in one row."""
+        endings = tuple(self._inputs[member].ids[prefix_tokens:] for member in members)
+        row = SharedRow(self._inputs[members[0]].ids[:prefix_tokens], endings)
+        row_results = read_shared_row(
+            self._blocks,
+            self._ablation,
+            row,
+            partial(self._likelihoods, members),
+            most_tokens=self._packer.row_tokens(prefix_tokens),
+            pass_cost=self._pass_cost,
+        )
+        results: dict[int, InputResult] = {}
+        for row_result in row_results:
+            values = zip(row_result.sequences, row_result.value, row_result.ablated_shares, strict=True)
+            for ending, likelihoods, ablated_share in values:
+                results[members[ending]] = InputResult(likelihoods, ablated_share)
+        return results
 
-def _read_row(
-    blocks: Blocks, ablated: LayerwiseAblation, reads: Sequence[DistinctInput], prefix: int, most_tokens: int
-) -> list[InputResult]:
-    lm = blocks.lm
-    row = SharedRow(reads[0].ids[:prefix], tuple(read.ids[prefix:] for read in reads))
-    results: dict[int, InputResult] = {}
-
-    def forward(part: SharedRow, members: Sequence[int]) -> list[list[LogLikelihood]]:
-        inputs = part.inputs(lm.device)
-        here = [reads[member] for member in members]
-        places = [
-            (0, start + place - prefix) for read, start in zip(here, part.starts, strict=True) for place in read.places
+    def _likelihoods(self, members: Sequence[int], row: SharedRow, endings: list[int]) -> list[list[LogLikelihood]]:
+        """Return the log-likelihoods of some endings of the members' row, from one pass over ``row``, which has only
+        these.
+        """
+        inputs = [self._inputs[members[ending]] for ending in endings]
+        positions = [
+            (0, start + position - len(row.prefix))
+            for one_input, start in zip(inputs, row.ending_starts, strict=True)
+            for position in one_input.scored_positions
         ]
-        return likelihoods_at(lm, here, inputs.pop("input_ids"), places, use_cache=False, **inputs)
-
-    cost = pass_cost(lm.device.type)
-    parts = read_shared_row(blocks, ablated, row, forward, most_tokens=most_tokens, pass_cost=cost)
-    for part in parts:
-        for member, likelihoods, share in zip(part.sequences, part.value, part.ablated_shares, strict=True):
-            results[member] = InputResult(likelihoods, share)
-    return [results[member] for member in range(len(reads))]
+        arguments = row.inputs(self._lm.device)
+        ids = arguments.pop("input_ids")
+        return likelihoods_at(self._lm, inputs, ids, positions, use_cache=False, **arguments)

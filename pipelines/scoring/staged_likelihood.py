@@ -9,7 +9,6 @@ Shapes: B sequences, L layers of the range, H query heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 
@@ -21,7 +20,6 @@ from headscan.models.forward_inputs import run_forward
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import Batch, pad, whole_batches
 from headscan.pipelines.scoring.likelihood import (
-    DistinctInput,
     InputResult,
     LikelihoodItem,
     by_request,
@@ -37,8 +35,8 @@ _PASS_COST = 64
 
 @dataclass(frozen=True)
 class RangeResult:
-    """Result of one range of layers for a batch of reads: likelihoods (None before the last range), the number of heads
-    ``ablated`` in each read (B,), and the number of heads of the range.
+    """Result of one range of layers for a batch of inputs: log-likelihoods (None before the last range), the number of
+    heads ``ablated`` in each input (B,), and the number of ``heads`` of the range.
     """
 
     likelihoods: tuple[list[LogLikelihood], ...] | None
@@ -50,24 +48,28 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, RangeResult, list[Respons
     """Pool task: answer requests like `LikelihoodItem.run`, range by range of layers."""
 
     def passes(self, item: LikelihoodItem) -> list[Batch]:
-        lengths = [len(read.ids) for read in distinct_inputs(item.requests)]
+        lengths = [len(one_input.ids) for one_input in distinct_inputs(item.requests)]
         return whole_batches(lengths, item.batch_tokens, item.rope.group, pass_cost=_PASS_COST)
 
     def run(self, lm: LoadedModel, item: LikelihoodItem, batch: Batch) -> RangeResult:
-        every = distinct_inputs(item.requests)
-        reads = [every[row] for row in batch.sequence_indices]
-        ids, lengths = pad([read.ids for read in reads], batch.width)
-        here = None if item.intervention is None else ablation_here(lm, item.intervention)
-        ablated = (0,) * len(reads)
-        with torch.no_grad(), ExitStack() as context:
-            keys = [input_key(read.ids) for read in reads]
-            record = context.enter_context(
-                intervening(lm, here, rule_kernels=item.rule_kernels, lengths=lengths, input_keys=keys)
-            )
-            likelihoods = None
+        all_inputs = distinct_inputs(item.requests)
+        inputs = [all_inputs[index] for index in batch.sequence_indices]
+        ids, lengths = pad([one_input.ids for one_input in inputs], batch.width)
+        input_keys = [input_key(one_input.ids) for one_input in inputs]
+        intervention = None if item.intervention is None else ablation_here(lm, item.intervention)
+        ablated = (0,) * len(inputs)
+        likelihoods = None
+        with (
+            torch.no_grad(),
+            intervening(
+                lm, intervention, rule_kernels=item.rule_kernels, lengths=lengths, input_keys=input_keys
+            ) as record,
+        ):
             if gives_logits(lm):
-                places = [(row, place) for row, read in enumerate(reads) for place in read.places]
-                likelihoods = tuple(likelihoods_at(lm, reads, ids, places, use_cache=False))
+                positions = [
+                    (row, position) for row, one_input in enumerate(inputs) for position in one_input.scored_positions
+                ]
+                likelihoods = tuple(likelihoods_at(lm, inputs, ids, positions, use_cache=False))
             else:
                 run_forward(lm.model, {"input_ids": ids.to(lm.device)})
             # `record.ablated` is None if no layer of the range has heads.
@@ -87,17 +89,17 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, RangeResult, list[Respons
         return RangeResult(tuple(chain.from_iterable(scored)) if scored else None, ablated, halves[0].heads)
 
     def join(self, item: LikelihoodItem, partials: Sequence[Sequence[RangeResult]]) -> list[Responses[LogLikelihood]]:
-        reads: list[DistinctInput] = distinct_inputs(item.requests)
         results: dict[int, InputResult] = {}
         for batch, ranges in zip(self.passes(item), partials, strict=True):
             likelihoods = ranges[-1].likelihoods
             assert likelihoods is not None
-            heads = sum(partial.heads for partial in ranges)
-            for row, scored, *ablated in zip(
-                batch.sequence_indices, likelihoods, *(partial.ablated for partial in ranges), strict=True
+            heads = sum(one_range.heads for one_range in ranges)
+            ablated = [sum(counts) for counts in zip(*(one_range.ablated for one_range in ranges), strict=True)]
+            for index, input_likelihoods, ablated_heads in zip(
+                batch.sequence_indices, likelihoods, ablated, strict=True
             ):
-                results[row] = InputResult(scored, sum(ablated) / heads)
-        return [by_request(reads, results)]
+                results[index] = InputResult(input_likelihoods, ablated_heads / heads)
+        return [by_request(distinct_inputs(item.requests), results)]
 
 
 score_in_ranges = _ScoreInRanges("score_in_ranges")

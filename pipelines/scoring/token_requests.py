@@ -15,7 +15,7 @@ from headscan.models.loaded_model import LoadedModel
 
 
 class Request(NamedTuple):
-    """Tokens of a context and its continuation. The last ``scored`` tokens are the continuation."""
+    """Tokens of a context and its continuation. The last ``scored_tokens`` are the continuation."""
 
     ids: tuple[int, ...]
     scored_tokens: int

@@ -36,6 +36,7 @@ from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
 from tests.benchmarks.measuring import device_of, parser_of
 from tests.benchmarks.overhead import peak_bytes
+from tests.small_models import LoadedPool
 
 #: Name: hidden size, query heads, KV heads, MLP width, layers. Of 10M the embedding is another 12.6M.
 SHAPES = {"10M": (256, 4, 2, 1024, 10), "135M": (576, 9, 3, 1536, 30), "8B": (4096, 32, 8, 14336, 32)}
@@ -184,9 +185,7 @@ def compared(
     theirs = Theirs(lm, batch) if beside == "lm-eval" else None
     ablates = {name: _SILENCED[name](lm) for name in arms}
     shared, whole = (
-        choose_reading(
-            lambda task, item: task(lm, item), lm.dtype, lm.rope_lengths, list(ablates.values()), share, print
-        )
+        choose_reading(LoadedPool(lm), lm.dtype, lm.rope_lengths, list(ablates.values()), share, print)
         for share in (None, False)
     )
 

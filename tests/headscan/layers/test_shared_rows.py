@@ -74,7 +74,7 @@ def check(lm: LoadedModel, ablated: Ablated, row: SharedRow) -> int:
     copies = 0
     for reading in read_shared_row(find_blocks(lm), ablated, row, forward):
         copies += len(reading.row.groups)
-        parts = zip(reading.sequences, reading.row.starts, reading.ablated_shares, strict=True)
+        parts = zip(reading.sequences, reading.row.ending_starts, reading.ablated_shares, strict=True)
         for index, start, zeroed in parts:
             hidden, share = whole[index]
             found = reading.value[start : start + len(hidden)]
@@ -202,8 +202,8 @@ def test_no_layer_looks_for_the_endings_in_a_mask(groups: tuple[tuple[int, ...],
     lm, row = make_loaded("llama"), replace(make_row(), groups=groups)
     heads = torch.empty(1, 6, len(row), 8, device="meta")
     call = ScoredCall(heads, heads, heads, 0.35, causal=True, softcap=30.0)
-    visitor = SharedRowHooks(lm, [headscan.HeadMask([])] * len(ENDINGS), row)
-    assert visitor.on_attention(lm.grid.sites[0], call).shape == heads.shape
+    row_hooks = SharedRowHooks(lm, [headscan.HeadMask([])] * len(ENDINGS), row)
+    assert row_hooks.on_attention(lm.grid.sites[0], call).shape == heads.shape
 
 
 def test_sequences_alone_are_judged_without_waiting_for_the_device() -> None:
@@ -212,12 +212,12 @@ def test_sequences_alone_are_judged_without_waiting_for_the_device() -> None:
     alone = replace(make_row(), groups=((0,), (1,), (2,), (3,)))
     for row in (alone, make_row()):
         heads = torch.empty(1, len(row), 6, 8, device="meta")
-        visitor = SharedRowHooks(lm, [rule] * len(ENDINGS), row)
+        row_hooks = SharedRowHooks(lm, [rule] * len(ENDINGS), row)
         if row is alone:
-            assert visitor.on_outputs(lm.grid.sites[0], heads).shape == heads.shape
+            assert row_hooks.on_outputs(lm.grid.sites[0], heads).shape == heads.shape
         else:  # They may part, which is decided on the CPU.
             with pytest.raises(NotImplementedError, match="meta"):
-                visitor.on_outputs(lm.grid.sites[0], heads)
+                row_hooks.on_outputs(lm.grid.sites[0], heads)
 
 
 class Passes:

@@ -130,7 +130,7 @@ def test_batches_without_enough_memory_are_halved(
     fresh = headscan.load(lm.source)  # limits belong to a loaded model
     most = 1
     assert_close(evicted(fresh, plan, REQUESTS).values, expected)
-    assert max(sizes) > 1 and sizes.count(1) == len(REQUESTS) - 1  # two requests are one read
+    assert max(sizes) > 1 and sizes.count(1) == len(REQUESTS) - 1  # two requests are one input
     most = 0
     with pytest.raises(MemoryLimitError, match="one sequence does not fit"):
         evicted(fresh, plan, REQUESTS[:1])

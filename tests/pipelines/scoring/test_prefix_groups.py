@@ -34,9 +34,9 @@ def test_every_sequence_continues_its_own_prefix(seed: int) -> None:
     found: list[int] = []
     for group, prefixes in walked(grouped(sequences, cost, most)):
         assert {len(prefix) for prefix in prefixes} == {group.end}
-        for row, index in group.rows:
+        for row, index in group.sequences:
             assert sequences[row][: group.end] == prefixes[index]
-        found += [row for row, _ in group.rows]
+        found += [row for row, _ in group.sequences]
         if len(prefixes) > 1:
             assert len(prefixes) * group.end <= most
     assert sorted(found) == list(range(len(sequences)))

@@ -46,9 +46,9 @@ def check(sequences: Sequence[Tokens], shareable: Sequence[int], pass_cost: int)
         node = path[-1]
         assert node.end == len(tokens)
         inner += [node] if node.tokens else []
-        of_node = [row for row, _ in node.rows]
+        of_node = [row for row, _ in node.sequences]
         rows += of_node
-        below.update({id(above): len(node.rows) for above in path})
+        below.update({id(above): len(node.sequences) for above in path})
         for row in of_node:
             assert sequences[row][: node.end] == tokens
             assert node.end <= shareable[row]
@@ -73,7 +73,7 @@ def test_a_prefix_is_shared_as_soon_as_it_saves_more_than_a_pass() -> None:
     assert [child.tokens for child in check(sequences, [4] * 3, 7).children] == [[(1, 2, 3, 4)]]
     assert check(sequences, [4] * 3, 8).children == []
     (child,) = check(sequences, [4, 2, 4], 0).children
-    assert (child.tokens, child.rows) == ([(1, 2)], [(1, 0)])
+    assert (child.tokens, child.sequences) == ([(1, 2)], [(1, 0)])
     assert [inner.tokens for inner in child.children] == [[(3, 4)]]
 
 

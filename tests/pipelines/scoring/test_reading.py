@@ -10,12 +10,13 @@ import torch
 
 import headscan
 from headscan.ablation.intervention import Intervention
+from headscan.cluster.pool import Pool
 from headscan.models.model_facts import RopeLengths
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
-from headscan.pipelines.scoring.reading import Ask, PromptReading, choose_reading
+from headscan.pipelines.scoring.reading import PromptReading, choose_reading
 from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem
 from headscan.pipelines.scoring.token_requests import Request
-from tests.small_models import make_loaded
+from tests.small_models import LoadedPool, make_loaded
 
 MASK, RULE, RANDOM = headscan.HeadMask([(0, 0)]), headscan.HeadRule("entropy", 1.0), headscan.RandomHeads(0.1, 0)
 
@@ -30,10 +31,10 @@ RULES_IN_ROWS, ALL_IN_ROWS = (
 )
 
 
-def asked_of(family: str, dtype: str) -> Ask:
+def pool_of(family: str, dtype: str) -> Pool:
     lm = make_loaded(family)
     lm.model.to(getattr(torch, dtype))
-    return lambda task, item: task(lm, item)
+    return LoadedPool(lm)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_prefixes_are_shared_where_arms_stay_comparable(
     family: str, dtype: str, ablated: Sequence[Intervention | None], share: bool | None, expected: PromptReading
 ) -> None:
     said: list[str] = []
-    found = choose_reading(asked_of(family, dtype), dtype, ROPE, ablated, share, said.append)
+    found = choose_reading(pool_of(family, dtype), dtype, ROPE, ablated, share, said.append)
     assert found == replace(expected, rope=ROPE)
     assert len(said) == (not expected.share_prefixes and share is not False)
 

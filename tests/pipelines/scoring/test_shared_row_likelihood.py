@@ -142,12 +142,14 @@ def test_every_sequence_has_a_place_in_one_row(seed: int) -> None:
     found = RowPacker(lengths, best, most).rows(prefix_tree(sequences, shareable, random.randint(0, 6)))
     assert Counter(member for row in found for member in row.members) == Counter(range(len(sequences)))
     for row in found:
-        tokens = row.prefix + sum(lengths[member] - row.prefix for member in row.members)
-        assert len({sequences[member][: row.prefix] for member in row.members}) == 1
-        assert all(row.prefix <= shareable[member] for member in row.members)
+        tokens = row.prefix_tokens + sum(lengths[member] - row.prefix_tokens for member in row.members)
+        assert len({sequences[member][: row.prefix_tokens] for member in row.members}) == 1
+        assert all(row.prefix_tokens <= shareable[member] for member in row.members)
         assert len(row.members) == 1 or tokens <= most
-        assert (len(row.members) == 1) == (row.prefix == 0)
-    assert sum(row.prefix + sum(lengths[m] - row.prefix for m in row.members) for row in found) <= sum(lengths)
+        assert (len(row.members) == 1) == (row.prefix_tokens == 0)
+    assert sum(row.prefix_tokens + sum(lengths[m] - row.prefix_tokens for m in row.members) for row in found) <= sum(
+        lengths
+    )
 
 
 def test_long_questions_on_one_text_share_the_text_and_not_each_a_copy_of_it() -> None:
@@ -155,7 +157,7 @@ def test_long_questions_on_one_text_share_the_text_and_not_each_a_copy_of_it() -
     sequences = [text + (2000 + question,) * 50 + (choice,) for question in range(4) for choice in range(4)]
     tree = prefix_tree(sequences, [1049] * 16, pass_cost=10)
     [row] = RowPacker(list(map(len, sequences)), best_tokens=500, most_tokens=4000).rows(tree)
-    assert row.prefix == 1000 and len(row.members) == 16
+    assert row.prefix_tokens == 1000 and len(row.members) == 16
 
 
 #: Narrow enough that short sequences have keys in the sink, recent ones and distant ones.
