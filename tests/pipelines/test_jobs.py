@@ -337,7 +337,7 @@ def test_the_results_of_all_jobs_are_exported() -> None:
 
 
 def test_the_checked_options_of_jobs_are_the_declared_ones() -> None:
-    assert get_type_hints(jobs.JobOptions) == get_type_hints(job_functions._Options)
+    assert get_type_hints(jobs.JobOptions) == get_type_hints(job_functions._CheckedOptions)
 
 
 def test_a_missing_store_is_named(tmp_path: Path) -> None:
