@@ -104,10 +104,10 @@ class SelectedRank:
                 f"at least {least_controls(self.scores):,} random controls of every share are needed to show a better"
                 f" choice of heads than chance, because the arm was selected from the shares of {scores}"
             )
-        shown = "a better" if self.beats_chance else "not shown to be a better"
+        claim = "a better" if self.beats_chance else "not shown to be a better"
         return (
             f"it gets further than {self.beaten:,} of {self.curves:,} random curves, each at its own best share:"
-            f" p = {self.p_value:.2g} for the best of {scores}, {shown} choice of heads than chance"
+            f" p = {self.p_value:.2g} for the best of {scores}, {claim} choice of heads than chance"
         )
 
 
@@ -252,8 +252,8 @@ def loss_increase(metrics: Sequence[TaskMetric]) -> Increase | None:
 
 def _alike(one: FinishedArm, other: FinishedArm) -> bool:
     """Return True if two arms have the same nominal share and the same further settings."""
-    shares = one.share is not None and other.share is not None and math.isclose(one.share, other.share)
-    return shares and one.selection == other.selection
+    same_share = one.share is not None and other.share is not None and math.isclose(one.share, other.share)
+    return same_share and one.selection == other.selection
 
 
 def same_size(one: float | None, other: float | None) -> bool:
@@ -270,8 +270,12 @@ def controls_of(arm: FinishedArm, others: Sequence[FinishedArm]) -> list[Finishe
         randoms = [each for each in randoms if (each.selection, each.kv_shares, each.granularity) == alike]
     if arm.kind.is_pruned:  # a control has the same unit and repair
         return [other for other in randoms if _alike(arm, other)]
-    named = [r for r in randoms if r.share is not None and arm.share is not None and math.isclose(r.share, arm.share)]
-    return named or [r for r in randoms if same_size(arm.ablated_share, r.ablated_share)]
+    same_share = [
+        other
+        for other in randoms
+        if other.share is not None and arm.share is not None and math.isclose(other.share, arm.share)
+    ]
+    return same_share or [other for other in randoms if same_size(arm.ablated_share, other.ablated_share)]
 
 
 def judge_controls(others: Sequence[FinishedArm], differences: Mapping[str, float]) -> dict[str, Controls]:
@@ -296,14 +300,14 @@ def _number_tried(arm: FinishedArm, others: Sequence[FinishedArm]) -> int:
 def _against(
     arm: FinishedArm, controls: Sequence[FinishedArm], differences: Mapping[str, float], tried: int
 ) -> Controls:
-    of_controls = [differences[control.arm_id] for control in controls]
+    points = [differences[control.arm_id] for control in controls]
     shares = [control.ablated_share for control in controls if control.ablated_share is not None]
     return Controls(
         arms=tuple(control.name for control in controls),
         ablated_share=sum(shares) / len(shares) if shares else None,
-        mean=sum(of_controls) / len(of_controls),
-        lowest=min(of_controls),
-        highest=max(of_controls),
-        beaten=sum(differences[arm.arm_id] > difference + _EQUAL for difference in of_controls),
+        mean=sum(points) / len(points),
+        lowest=min(points),
+        highest=max(points),
+        beaten=sum(differences[arm.arm_id] > difference + _EQUAL for difference in points),
         tried=max(1, tried),
     )
