@@ -27,7 +27,7 @@ from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.scan_tables import literal
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ALL_TASKS, CONFIRMATION, SELECTION, SPLIT_VERDICTS
-from headscan.analysis.store.verdict_limits import LEAST_RETAINED, MAX_LOSS
+from headscan.analysis.store.verdict_limits import MAX_LOSS, MIN_RETAINED
 from headscan.analysis.verdicts.answer_sheets import (
     BENCHMARK,
     AnswerSheets,
@@ -36,7 +36,7 @@ from headscan.analysis.verdicts.answer_sheets import (
     finished_arms,
     read_answers,
 )
-from headscan.analysis.verdicts.controls import SelectedRank, Standing, controls_of, judge_controls, least_controls
+from headscan.analysis.verdicts.controls import SelectedRank, Standing, controls_needed, controls_of, judge_controls
 from headscan.analysis.verdicts.judge import Verdict, arm_verdict, benchmark_points
 from headscan.analysis.verdicts.metrics import read_metrics
 from headscan.analysis.verdicts.verdict_rows import compare_arm, complete_rows, differences_by_arm
@@ -291,7 +291,7 @@ class SweepConfirmation:
         curves = {kind: self._random_curves(kind) for kind in KINDS}
         # Fewer random curves give no rank, so they are not compared.
         ranked = {
-            kind: kind_curves if len(kind_curves) >= least_controls(self._scores(kind)) else []
+            kind: kind_curves if len(kind_curves) >= controls_needed(self._scores(kind)) else []
             for kind, kind_curves in curves.items()
         }
         arms = [*self._scored, *(arm for kind_curves in ranked.values() for curve in kind_curves for arm in curve)]
@@ -419,7 +419,7 @@ class SweepConfirmation:
     ) -> SelectedRank:
         """Return the rank of a selected arm among the best arms of random curves."""
         scores = self._scores(arm.kind)
-        if len(randoms) < least_controls(scores):
+        if len(randoms) < controls_needed(scores):
             return SelectedRank(scores, len(randoms), None)
         standing, *random_standings = (
             Standing(candidate.passes, each.share or 0.0, points[each.arm_id])
@@ -479,8 +479,7 @@ class SweepConfirmation:
 def _loses_recall(verdict: ArmVerdict) -> bool:
     """Return True if the estimated recall loss exceeds the limit."""
     return bool(verdict.recall_lost) or any(
-        each.paired.retained is not None and each.paired.retained.value < LEAST_RETAINED
-        for each in verdict.judged_recall
+        each.paired.retained is not None and each.paired.retained.value < MIN_RETAINED for each in verdict.judged_recall
     )
 
 

@@ -31,13 +31,13 @@ LEVEL = 0.05
 _EQUAL = 1e-9
 
 
-def least_controls(tried: int = 1) -> int:
+def controls_needed(tried: int = 1) -> int:
     """Return the minimum number of controls with which the first rank reaches the level for the best of ``tried``."""
     return math.ceil(tried / LEVEL) - 1
 
 
 #: Minimum number of controls of an arm that was chosen in advance.
-LEAST_CONTROLS = least_controls()
+MIN_CONTROLS = controls_needed()
 
 
 def rank_p_value(controls: int, beaten: int, tried: int = 1) -> float:
@@ -101,7 +101,7 @@ class SelectedRank:
         scores = f"{self.scores} score{'s' * (self.scores > 1)}"
         if self.beaten is None:
             return (
-                f"at least {least_controls(self.scores):,} random controls of every share are needed to show a better"
+                f"at least {controls_needed(self.scores):,} random controls of every share are needed to show a better"
                 f" choice of heads than chance, because the arm was selected from the shares of {scores}"
             )
         claim = "a better" if self.beats_chance else "not shown to be a better"
@@ -163,14 +163,14 @@ class Controls:
         beaten, count = self.beaten, len(self.arms)
         if self.selected is not None and self.selected.beaten is not None:
             beaten, count = self.selected.beaten, self.selected.curves
-        enough = self.p_value is not None and count >= LEAST_CONTROLS
+        enough = self.p_value is not None and count >= MIN_CONTROLS
         return f"{beaten} of {count}" + (f", p = {self.p_value:.2g}" if enough else "")
 
     def _proof(self) -> str:
         if self.selected is not None:
             return self.selected.words()
-        if len(self.arms) < LEAST_CONTROLS:
-            return f"at least {LEAST_CONTROLS} are needed to show a better choice of heads than chance"
+        if len(self.arms) < MIN_CONTROLS:
+            return f"at least {MIN_CONTROLS} are needed to show a better choice of heads than chance"
         if self.beats_chance:
             among = f" for the best of {self.tried} arms" if self.tried > 1 else ""
             return f"p = {self.p_value:.2g}{among}, a better choice of heads than chance"

@@ -41,7 +41,7 @@ def q_values(p_values: np.ndarray) -> np.ndarray:
 
 
 #: Least questions or documents in each half of a split.
-_LEAST_HALF = 2
+_MIN_HALF_DOCUMENTS = 2
 
 
 class Effect(NamedTuple):
@@ -98,7 +98,9 @@ class PairedOutcomes:
     @property
     def can_split(self) -> bool:
         """True if each half has enough documents."""
-        return all(len(np.unique(self.documents[part])) >= _LEAST_HALF for part in (self.selecting, ~self.selecting))
+        return all(
+            len(np.unique(self.documents[part])) >= _MIN_HALF_DOCUMENTS for part in (self.selecting, ~self.selecting)
+        )
 
     @property
     def better(self) -> int:

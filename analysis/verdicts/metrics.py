@@ -18,7 +18,7 @@ import numpy as np
 
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ACCURACY, BITS_PER_BYTE, BLEU, LOSS
-from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS, LEAST_TEXTS, POWER, TAIL, z_quantile
+from headscan.analysis.store.verdict_limits import MIN_EVIDENCE_TEXTS, MIN_TEXTS_IN_LIMIT, POWER, TAIL, z_quantile
 from headscan.analysis.verdicts.answer_sheets import FinishedArm
 from headscan.analysis.verdicts.paired import Interval, t_quantile
 
@@ -59,7 +59,7 @@ METRICS: Mapping[str, Metric] = {
 
 
 #: Every finite increase is below.
-_LARGEST = sys.float_info.max
+_LARGEST_NUMBER = sys.float_info.max
 #: Resamples of losses.
 _RESAMPLES = 4000
 #: Resamples beyond an effect of which the tail is counted; with fewer it is extrapolated.
@@ -67,14 +67,14 @@ _COUNTED = 10
 #: Standard errors up to this share of a ratio are rounding errors of documents with equal ratios.
 _ROUNDING = 1e-9
 #: Most units that are resampled; of more documents, groups are the units.
-_MOST_UNITS = 1000
+_MAX_UNITS = 1000
 
 
 @dataclass(frozen=True)
 class Increase:
     """Paired difference of a metric, arm minus baseline, with its 95 % interval over independent documents. The
-    interval is unbounded with fewer than `LEAST_TEXTS` documents. If an arm gives a text no probability, the difference
-    and both ends of its interval are one infinity, however few the documents, and the arm loses.
+    interval is unbounded with fewer than `MIN_EVIDENCE_TEXTS` documents. If an arm gives a text no probability, the
+    difference and both ends of its interval are one infinity, however few the documents, and the arm loses.
     """
 
     unit: str
@@ -129,7 +129,7 @@ def judged_losses(metrics: Sequence[TaskMetric]) -> list[TaskMetric]:
         or (
             measure.metric == BITS_PER_BYTE
             and measure.task not in tasks_in_tokens
-            and exceeds(measure.increase, _LARGEST)
+            and exceeds(measure.increase, _LARGEST_NUMBER)
         )
     ]
 
@@ -141,25 +141,25 @@ def exceeds(loss: Increase | None, max_loss: float) -> bool:
 
 def is_within(loss: Increase | None, max_loss: float) -> bool:
     """Return True if a loss increase is shown to be within the limit, by enough texts."""
-    return loss is not None and loss.high <= max_loss and loss.documents >= LEAST_LOSS_TEXTS
+    return loss is not None and loss.high <= max_loss and loss.documents >= MIN_TEXTS_IN_LIMIT
 
 
 def texts_needed(loss: Increase | None, max_loss: float, comparisons: int = 1) -> int | None:
     """Return the number of texts with which a loss that is not shown to be within its limit is shown to be, in four of
     five cases, if this increase and the spread of the texts are the true ones: the interval narrows with the root of
-    their number. At least `LEAST_LOSS_TEXTS`; None if no number is known to help, because the increase itself exceeds
+    their number. At least `MIN_TEXTS_IN_LIMIT`; None if no number is known to help, because the increase itself exceeds
     the limit or is unknown. ``comparisons`` is the number of arms or kinds of savings for which the interval is
     widened.
     """
     if loss is None:
         return None
     if loss.high <= max_loss or not isfinite(loss.high):
-        return LEAST_LOSS_TEXTS
+        return MIN_TEXTS_IN_LIMIT
     if loss.difference >= max_loss:
         return None
     spare = 1 + z_quantile(1 - POWER) / z_quantile(TAIL / comparisons)
     needed = loss.documents * (spare * (loss.high - loss.difference) / (max_loss - loss.difference)) ** 2
-    return max(LEAST_LOSS_TEXTS, ceil(needed))
+    return max(MIN_TEXTS_IN_LIMIT, ceil(needed))
 
 
 def rate_increase(
@@ -182,7 +182,7 @@ class RatioEstimate(NamedTuple):
         ratio: Infinite if amounts of one sign are, however few the documents; NaN if amounts of both signs are.
         standard_error: Infinite with one document; NaN if amounts are infinite.
         low, high: 95 % interval: an infinite ratio twice; unbounded if the ratio is NaN, or finite with fewer than
-            `LEAST_TEXTS` documents.
+            `MIN_EVIDENCE_TEXTS` documents.
         p_value: Two-sided, of a ratio of 0: 0 if the ratio is infinite; 1 if the interval is unbounded.
     """
 
@@ -219,10 +219,10 @@ def estimate_ratio(
     documents. If few documents have most of the difference, they are missing from many samples, which no interval
     shows.
 
-    Fewer than `LEAST_TEXTS` documents show nothing: all change in one direction by chance in more than 5 % of cases. If
-    more documents have the same ratio, their spread is unknown, and the p-value is that of the sign test. An infinite
-    amount of one document makes the ratio infinite, and its interval has no width: a mean that can be infinite is.
-    Infinite amounts of both signs show nothing.
+    Fewer than `MIN_EVIDENCE_TEXTS` documents show nothing: all change in one direction by chance in more than 5 % of
+    cases. If more documents have the same ratio, their spread is unknown, and the p-value is that of the sign test. An
+    infinite amount of one document makes the ratio infinite, and its interval has no width: a mean that can be infinite
+    is. Infinite amounts of both signs show nothing.
 
     The interval is widened for ``comparisons`` ratios (Bonferroni); the p-value is that of one.
     """
@@ -233,7 +233,7 @@ def estimate_ratio(
         ratio = float(infinite[0])
         return RatioEstimate(ratio, nan, ratio, ratio, 0.0, count)
     ratio, error, count = ratio_with_error(amounts, sizes, documents)
-    if count < LEAST_TEXTS:
+    if count < MIN_EVIDENCE_TEXTS:
         return RatioEstimate(ratio, error, -inf, inf, 1.0, count)
     if error <= _ROUNDING * abs(ratio):
         return RatioEstimate(ratio, error, ratio, ratio, 1.0 if ratio == 0 else 2 * 0.5**count, count)
@@ -277,7 +277,7 @@ def studentised(amounts: np.ndarray, sizes: np.ndarray, documents: np.ndarray) -
     effect, a sample without them has a small standard error and is far from the truth. Resamples show how often (the
     bootstrap-t of Efron 1981; Hall 1988).
     """
-    unit = np.unique(documents, return_inverse=True)[1] % _MOST_UNITS
+    unit = np.unique(documents, return_inverse=True)[1] % _MAX_UNITS
     amount, size = np.bincount(unit, amounts), np.bincount(unit, sizes)
     count = len(size)
     residual = amount - amount.sum() / size.sum() * size

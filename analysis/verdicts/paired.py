@@ -16,10 +16,10 @@ import numpy as np
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.verdict_limits import (
     FEW_DIFFER,
-    LEAST_BASELINE,
-    LEAST_SAFE_TEXTS,
-    LEAST_TEXTS,
     MARGIN,
+    MIN_ABOVE_CHANCE,
+    MIN_EVIDENCE_TEXTS,
+    MIN_SAFE_TEXTS,
     POWER,
     TAIL,
     identical_questions,
@@ -158,17 +158,19 @@ class PairedDifference:
 
     @property
     def above_chance(self) -> bool:
-        """True if ``baseline - chance >= LEAST_BASELINE`` and `wilson_low` exceeds ``chance``; unknown counts as 0."""
+        """True if the baseline is at least `MIN_ABOVE_CHANCE` points above chance, and `wilson_low` exceeds chance;
+        unknown chance counts as 0.
+        """
         chance = self.chance or 0.0
         by_chance = 100 * wilson_low(round(self.baseline / 100 * self.texts), self.texts) <= chance
-        return self.baseline - chance >= LEAST_BASELINE and not (chance and by_chance)
+        return self.baseline - chance >= MIN_ABOVE_CHANCE and not (chance and by_chance)
 
     @property
     def can_show_safety(self) -> bool:
         """True if so many texts, with as many right answers of the baseline, could show that nothing is lost: with
-        `LEAST_SAFE_TEXTS` texts, answers that do not differ do.
+        `MIN_SAFE_TEXTS` texts, answers that do not differ do.
         """
-        return self.texts >= LEAST_SAFE_TEXTS and self.above_chance
+        return self.texts >= MIN_SAFE_TEXTS and self.above_chance
 
     @property
     def shows_loss(self) -> bool:
@@ -227,8 +229,8 @@ def about(number: float) -> str:
 
 
 def shows_loss(high: float, clusters: int) -> bool:
-    """Return True if an upper end, in points, is below -`MARGIN` on at least `LEAST_TEXTS` independent texts."""
-    return high < -MARGIN and clusters >= LEAST_TEXTS
+    """Return True if an upper end, in points, is below -`MARGIN` on at least `MIN_EVIDENCE_TEXTS` independent texts."""
+    return high < -MARGIN and clusters >= MIN_EVIDENCE_TEXTS
 
 
 def wilson_low(right: int, questions: int) -> float:

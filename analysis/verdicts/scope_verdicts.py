@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from math import ceil, log, sqrt
 
 from headscan.analysis.store.verdict_limits import (
-    LEAST_RETAINED,
-    LEAST_TEXTS,
     MARGIN,
+    MIN_EVIDENCE_TEXTS,
+    MIN_RETAINED,
     POWER,
     QUESTIONS_PER_TEXT,
     TAIL,
@@ -31,7 +31,7 @@ from headscan.catalog import recall_family
 
 #: Safety factor on the number of recall questions. With the least number, identical answers pass in only half of the
 #: runs, because the baseline's accuracy varies.
-_SPARE = 1.5
+_QUESTIONS_FACTOR = 1.5
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class RecallVerdict:
         retained = self.retained
         if retained is None:
             return False
-        return (retained.high < LEAST_RETAINED and self.paired.texts >= LEAST_TEXTS) or self.paired.shows_loss
+        return (retained.high < MIN_RETAINED and self.paired.texts >= MIN_EVIDENCE_TEXTS) or self.paired.shows_loss
 
     @property
     def kept(self) -> bool:
         """True if at least nine tenths of the ability are shown to be left, and `failed` is false."""
-        return self.retained is not None and self.retained.low >= LEAST_RETAINED and not self.failed
+        return self.retained is not None and self.retained.low >= MIN_RETAINED and not self.failed
 
     @property
     def retained(self) -> Interval | None:
@@ -92,7 +92,7 @@ class RecallVerdict:
 
     def _points(self) -> str:
         """Return the loss in points, if it is shown and the share alone does not show it; else nothing."""
-        in_points = self.failed and self.retained is not None and self.retained.high >= LEAST_RETAINED
+        in_points = self.failed and self.retained is not None and self.retained.high >= MIN_RETAINED
         return self.paired.interval.words(1, " points") if in_points else ""
 
     @property
@@ -125,7 +125,7 @@ def recall_needed(family: str, baseline: float, comparisons: int = 1) -> int:
     of four if it finds half of them.
     """
     least = least_questions(baseline, recall_family(family).chance, comparisons)
-    return QUESTIONS_PER_TEXT * ceil(_SPARE * least / QUESTIONS_PER_TEXT)
+    return QUESTIONS_PER_TEXT * ceil(_QUESTIONS_FACTOR * least / QUESTIONS_PER_TEXT)
 
 
 def least_questions(baseline: float, chance: float, comparisons: int = 1) -> int:
@@ -135,8 +135,8 @@ def least_questions(baseline: float, chance: float, comparisons: int = 1) -> int
     lost. ``baseline`` and ``chance`` are accuracies in percent, ``baseline`` above ``chance``.
     """
     assert baseline > chance, "a baseline at chance has no recall to keep"
-    allowed_loss = (100 - LEAST_RETAINED) / 100 * (baseline - chance)
-    loss_of_text = LEAST_RETAINED + (100 - LEAST_RETAINED) / 100 * chance
+    allowed_loss = (100 - MIN_RETAINED) / 100 * (baseline - chance)
+    loss_of_text = MIN_RETAINED + (100 - MIN_RETAINED) / 100 * chance
     return QUESTIONS_PER_TEXT * ceil(log(TAIL / comparisons) / log(loss_of_text / (allowed_loss + loss_of_text)))
 
 

@@ -7,7 +7,7 @@ from math import isfinite
 
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.tables import BITS_PER_BYTE, LOSS
-from headscan.analysis.store.verdict_limits import LEAST_RETAINED, MARGIN
+from headscan.analysis.store.verdict_limits import MARGIN, MIN_RETAINED
 from headscan.analysis.verdicts.controls import loss_increase
 from headscan.analysis.verdicts.decision import ArmResults, Aspect
 from headscan.analysis.verdicts.metrics import RATES, Increase, metric_words
@@ -218,7 +218,7 @@ def _recall_words(arm: ArmResults) -> str:
     left = ", ".join(each.words() for each in arm.judged_recall)
     return (
         f"Recall left, where 100 % is what the whole model does beyond guessing: {left}"
-        f" (95 % intervals; kept if at least {LEAST_RETAINED:.0f} % is shown to be left, and no loss of more than"
+        f" (95 % intervals; kept if at least {MIN_RETAINED:.0f} % is shown to be left, and no loss of more than"
         f" {MARGIN:.0f} point of the answers is shown)"
     )
 

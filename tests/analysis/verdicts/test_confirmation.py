@@ -14,7 +14,7 @@ from scipy import stats
 
 from headscan.analysis.store.records import ArmKind, ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.verdict_limits import LEAST_RETAINED, LEAST_SAFE_TEXTS, MARGIN, TAIL, identical_questions
+from headscan.analysis.store.verdict_limits import MARGIN, MIN_RETAINED, MIN_SAFE_TEXTS, TAIL, identical_questions
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, Scope
 from headscan.analysis.verdicts.confirmation import (
     Candidate,
@@ -210,7 +210,7 @@ def test_recall_of_identical_answers_is_widened_enough(comparisons: int) -> None
         paired = replace(_paired(texts, 0, 0, -1.0), retained=kept)
         wide = _widened(Scope("copying", True), paired, comparisons).retained
         assert wide is not None
-        if wide.low >= LEAST_RETAINED:
+        if wide.low >= MIN_RETAINED:
             assert 0.9**texts <= 1.15 * TAIL / comparisons  # the bound of the verdict itself is drawn
             break
     else:
@@ -223,7 +223,7 @@ def test_a_loss_of_recall_in_points_is_widened() -> None:
     baseline, arm = np.where(texts < 25, 0.0, 1.0), np.where(texts >= 945, 0.0, 1.0)
     paired = replace(compare(baseline, arm, texts=texts), retained=retained_share(baseline, arm, texts, 0.0))
     one, five = (RecallVerdict("copying", _widened(scope, paired, count)) for count in (1, 5))
-    assert paired.retained is not None and paired.retained.high > LEAST_RETAINED
+    assert paired.retained is not None and paired.retained.high > MIN_RETAINED
     assert one.paired == paired and one.failed and not five.failed
     assert five.paired.interval == pytest.approx(paired.simultaneous_interval(5))
 
@@ -550,7 +550,7 @@ def test_sweeps_on_other_tasks_share_the_recall_questions(tmp_path: Path) -> Non
 
 def test_a_half_with_too_few_questions_is_reported(tmp_path: Path) -> None:
     store = Store(tmp_path / "s.duckdb", lock_timeout=5.0)
-    questions = 2 * LEAST_SAFE_TEXTS - 10
+    questions = 2 * MIN_SAFE_TEXTS - 10
     run_id = write_sweep(store, scores=tuple(SCORES)[:1], shares=(0.05, 0.1), kinds=("mask",), questions=questions)
     choice = _choices(store, run_id)["mask"]
     assert not choice.passed and not choice.verdict.is_safe
@@ -558,7 +558,7 @@ def test_a_half_with_too_few_questions_is_reported(tmp_path: Path) -> None:
     # Twice the number of an arm chosen in advance, because half of the questions judge.
     changed = (choice.verdict.paired.gained + choice.verdict.paired.lost) / choice.verdict.paired.questions
     needed = choice.verdict.questions_needed
-    assert needed == pytest.approx(2 * (78_489 * changed + LEAST_SAFE_TEXTS), abs=2)
+    assert needed == pytest.approx(2 * (78_489 * changed + MIN_SAFE_TEXTS), abs=2)
     assert f"not enough questions ({questions // 2}): an arm that loses nothing and changes" in choice.sentence()
     assert f"of the answers needs about {about(needed)} in a sweep, where half of them judge" in choice.sentence()
 

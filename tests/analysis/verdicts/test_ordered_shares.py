@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headscan.analysis.store.records import ArmKind
-from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS, LEAST_TEXTS
+from headscan.analysis.store.verdict_limits import MIN_EVIDENCE_TEXTS, MIN_TEXTS_IN_LIMIT
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, FinishedArm
 from headscan.analysis.verdicts.judge import arm_verdict
 from headscan.analysis.verdicts.metrics import (
@@ -134,21 +134,21 @@ def test_a_loss_at_its_limit_is_rarely_shown_to_be_within_it(
 
 
 def test_few_texts_never_show_that_a_loss_is_within_its_limit() -> None:
-    few = nats(0.001, 0.0, 0.002, texts=LEAST_LOSS_TEXTS - 1)
-    assert texts_needed(few, 0.05) == LEAST_LOSS_TEXTS
+    few = nats(0.001, 0.0, 0.002, texts=MIN_TEXTS_IN_LIMIT - 1)
+    assert texts_needed(few, 0.05) == MIN_TEXTS_IN_LIMIT
     same = compare(np.ones(2000), np.ones(2000))
     judged = outcome(same, few)
     assert judged.outcome is Outcome.NOT_SHOWN and judged.label == "too few texts"
     assert judged.why.startswith("needs about 20 texts: 19 texts cannot show that the loss rises by at most 0.05 nats")
-    assert outcome(same, nats(0.001, 0.0, 0.002, texts=LEAST_LOSS_TEXTS)).outcome is Outcome.SAFE
+    assert outcome(same, nats(0.001, 0.0, 0.002, texts=MIN_TEXTS_IN_LIMIT)).outcome is Outcome.SAFE
 
 
-@pytest.mark.parametrize("texts", [2, LEAST_TEXTS - 1])
+@pytest.mark.parametrize("texts", [2, MIN_EVIDENCE_TEXTS - 1])
 def test_a_few_texts_whose_loss_rises_equally_show_nothing(texts: int) -> None:
     rises, sizes = np.full(texts, 0.06), np.full(texts, 255.0)
     loss = rate_increase(RATES["loss"], np.zeros(texts), -rises * sizes, sizes, np.arange(texts))
     assert not exceeds(loss, 0.05) and loss.words() == "+0.0600 nats per token"
-    assert texts_needed(loss, 0.1) == LEAST_LOSS_TEXTS
+    assert texts_needed(loss, 0.1) == MIN_TEXTS_IN_LIMIT
     assert "[" not in loss.numbers()
 
 

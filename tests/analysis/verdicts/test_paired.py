@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import binom, binomtest, norm, t
 
 from headscan.analysis.errors import VerdictError
-from headscan.analysis.store.verdict_limits import FEW_DIFFER, LEAST_SAFE_TEXTS
+from headscan.analysis.store.verdict_limits import FEW_DIFFER, MIN_SAFE_TEXTS
 from headscan.analysis.verdicts import paired
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK
 from headscan.analysis.verdicts.paired import (
@@ -413,7 +413,7 @@ def test_partial_credit_of_whole_texts_seldom_loses_by_chance(texts: int, credit
 @pytest.mark.parametrize("single", [0, 381])
 def test_texts_in_two_forms_seldom_pass_by_chance(single: int) -> None:
     """The fewest texts that can pass. Both forms change together, and one question in a hundred is lost net."""
-    texts = LEAST_SAFE_TEXTS
+    texts = MIN_SAFE_TEXTS
     loss = 0.01 * (2 * texts + single) / (2 * texts)
     passed = 0.0
     for lost in range(texts):
