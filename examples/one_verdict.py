@@ -69,9 +69,9 @@ with (
 ):
     ablated = right_answers()
 
-# 4. The verdict: a paired difference with its interval, and the rule of `decide` in analysis/verdicts/decision.py.
+# 4. The verdict: a paired difference with its interval, and the rule of `decision` in analysis/verdicts/decision.py.
 # Questions of one module are correlated, so whole modules are drawn for the interval.
-sampling = Sampling(len(questions), texts=np.array([question["module"] for question in questions]))
+sampling = Sampling(len(questions), clusters=np.array([question["module"] for question in questions]))
 paired = compare(whole, ablated, sampling)
 share = float(np.mean(shares))
 verdict = ArmVerdict(name="rule by output_norm_ln", kind=ArmKind.RULE, ablated_share=share, accuracy=paired)

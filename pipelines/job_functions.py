@@ -174,7 +174,8 @@ def evaluate(
             ``ChosenArms(criterion="output_norm_ln", rule=True, controls=19)`` by a scan in the store. Without any, only
             the baseline answers, and the verdict has no arms.
     """
-    from headscan.pipelines.evaluate.evaluate_chosen import evaluate_chosen, judge_evaluation
+    from headscan.analysis.verdicts.judge import judge
+    from headscan.pipelines.evaluate.evaluate_chosen import evaluate_chosen
     from headscan.pipelines.evaluate.run_evaluation import run_evaluation
     from headscan.pipelines.scoring.arms import BASELINE
 
@@ -186,7 +187,7 @@ def evaluate(
             run_id = evaluate_chosen(batched, run, arms)
         else:
             run_id = run_evaluation(batched, run, [BASELINE, *(arm for arm in arms if arm is not BASELINE)])
-        return judge_evaluation(run, run_id, batched.max_loss)
+        return judge(run.store, run_id, max_loss=batched.max_loss, baseline_alone=True)
 
 
 def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions]) -> SweepResult:

@@ -34,7 +34,7 @@ from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.metrics import RATES, Increase, rate_increase
 from headscan.analysis.verdicts.ordered_shares import read_losses
 from headscan.analysis.verdicts.paired import Interval
-from headscan.analysis.verdicts.verdict_rows import RecallVerdict
+from headscan.analysis.verdicts.scope_verdicts import RecallVerdict
 from headscan.analysis.verdicts.verdict_words import ArmVerdict
 from headscan.catalog import DAMAGE, LAYER_DROP, RANDOM, RECALL_FAMILIES, SCORES
 from headscan.pipelines.referee.referee_table import CriterionLoss, criterion_losses

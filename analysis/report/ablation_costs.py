@@ -22,7 +22,7 @@ from headscan.analysis.store.provenance import same_model
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import LOSS
-from headscan.analysis.store.verdict_limits import LEAST_BASELINE, LEAST_RETAINED, LEAST_SAFE_TEXTS, MARGIN
+from headscan.analysis.store.verdict_limits import MARGIN, MIN_ABOVE_CHANCE, MIN_RETAINED, MIN_SAFE_TEXTS
 from headscan.analysis.verdicts.confirmation import SweepChoice, judge_sweep
 from headscan.analysis.verdicts.criterion_points import (
     ALL_SITES,
@@ -86,7 +86,7 @@ def _explanation(curves: Sequence[Curve]) -> str:
         " Removable: the share of heads at which the curve last falls one point below the baseline (arXiv 2504.03889)."
         f" Strict: the largest tested share that passes together with every smaller one; a share passes if the lower"
         f" end of the interval is above -{MARGIN:g} point and no recall is lost (crosses mark lost recall). It requires"
-        f" {LEAST_SAFE_TEXTS} questions, of which the model answers {LEAST_BASELINE:g} % correctly. “≥”: no larger"
+        f" {MIN_SAFE_TEXTS} questions, of which the model answers {MIN_ABOVE_CHANCE:g} % correctly. “≥”: no larger"
         " share was tested. Accuracy up to a share is the mean under the curve; at least half of the curves reach that"
         " share. Shares are measured shares of ablated heads, which differ from the quantile of a rule. Random arms are"
         " means over their seeds."
@@ -98,10 +98,10 @@ def _best(curves: Sequence[Curve]) -> str:
     best = curves[0]
     texts = max(point.texts for curve in curves for point in curve.points)
     if best.removable_share_strict is None:
-        if texts < LEAST_SAFE_TEXTS:
+        if texts < MIN_SAFE_TEXTS:
             return (
                 f"{texts:,} questions cannot show that heads are removable within {MARGIN:g} point: at least"
-                f" {LEAST_SAFE_TEXTS} are needed. Sweep with more questions."
+                f" {MIN_SAFE_TEXTS} are needed. Sweep with more questions."
             )
         return "The model answers too few questions right to show that heads are removable."
     if not best.removable_share_strict:
@@ -157,7 +157,7 @@ def arms_section(
     tasks = evaluation["corpus"]
     what = _DIFFERENCE if verdict.arms else "no task has right answers, so there is no accuracy to compare"
     recall = (
-        f" and it keeps at least {LEAST_RETAINED:.0f} % of what the model recalls beyond guessing"
+        f" and it keeps at least {MIN_RETAINED:.0f} % of what the model recalls beyond guessing"
         if any(arm.recall for arm in verdict.arms)
         else ""
     )

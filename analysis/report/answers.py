@@ -176,7 +176,7 @@ def _not_shown(best: ArmVerdict, what: str) -> tuple[str, str]:
     """Return the headline and the reason if no ``what`` passes; ``best`` comes closest."""
     if not best.paired.above_chance:
         return "Model at chance", "The model itself is at or near chance, so its questions show nothing."
-    if best.questions_needed and best.too_few_questions:
+    if best.questions_needed is not None and best.too_few_questions:
         needed = about(best.questions_needed)
         return (
             "Too few questions",

@@ -16,7 +16,7 @@ from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.verdict_limits import MARGIN
 from headscan.analysis.verdicts.curves import Curve
 from headscan.analysis.verdicts.judge import Verdict
-from headscan.analysis.verdicts.verdict_rows import RecallVerdict
+from headscan.analysis.verdicts.scope_verdicts import RecallVerdict
 from headscan.analysis.verdicts.verdict_words import ArmVerdict
 
 

@@ -15,7 +15,7 @@ from plotly.subplots import make_subplots
 from headscan.analysis.report.chart_style import FAINT, INK, LEGEND_ABOVE, styled, whiskers
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.tables import ACCURACY, LOSS
-from headscan.analysis.store.verdict_limits import LEAST_RETAINED, MARGIN
+from headscan.analysis.store.verdict_limits import MARGIN, MIN_RETAINED
 from headscan.analysis.verdicts.controls import loss_increase
 from headscan.analysis.verdicts.criterion_points import ALL_SITES, SitePoint, by_curve
 from headscan.analysis.verdicts.curves import Curve, SweepPoint
@@ -210,7 +210,7 @@ def _arm_panels(lines: Mapping[Line, Sequence[ArmPoint]], across: str, what: str
         (LOSS, f"loss increase, {' or '.join(sorted(units))}", 0.0, None),
         (ACCURACY, "accuracy, points to the baseline", 0.0, -MARGIN),
         *(
-            (family, f"{family} left, %", 100.0, LEAST_RETAINED)
+            (family, f"{family} left, %", 100.0, MIN_RETAINED)
             for family in dict.fromkeys(recall.family for arm in arms for recall in arm.judged_recall)
         ),
     ]

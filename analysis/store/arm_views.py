@@ -10,9 +10,9 @@ from headscan.analysis.store.scan_tables import View, literal
 from headscan.analysis.store.tables import ALL_TASKS, ARM_VERDICTS, ARMS, CONFIRMATION, PART, SELECTION, SPLIT_VERDICTS
 from headscan.analysis.store.verdict_limits import (
     BENCHMARK_SPLITS,
-    LEAST_BASELINE,
-    LEAST_SAFE_TEXTS,
     MARGIN,
+    MIN_ABOVE_CHANCE,
+    MIN_SAFE_TEXTS,
     QUESTIONS_PER_TEXT,
     RECALL_SPLITS,
 )
@@ -57,7 +57,7 @@ _SWEEP_POINTS = f"""
             avg(difference) AS difference, avg(low) AS low, avg(high) AS high,
             min(difference) AS lowest, max(difference) AS highest, max(questions) AS questions,
             min(coalesce(texts, questions)) AS texts, coalesce(bool_or(recall_lost), false) AS recall_lost,
-            CASE WHEN min(coalesce(texts, questions)) >= {LEAST_SAFE_TEXTS} AND avg(baseline) >= {LEAST_BASELINE / 100}
+            CASE WHEN min(coalesce(texts, questions)) >= {MIN_SAFE_TEXTS} AND avg(baseline) >= {MIN_ABOVE_CHANCE / 100}
                 AND bool_and(informative IS NOT false)
                 THEN avg(low) > {-MARGIN / 100} AND bool_and(everything_kept) END AS passes
         FROM chosen GROUP BY run_id, kind, criterion, selection, share, CASE WHEN seed IS NULL THEN arm_id END
@@ -181,8 +181,8 @@ ARM_VIEWS: dict[str, View] = {
             "texts": "number of independent texts; both forms of a question share a text",
             "recall_lost": "true if an arm fails a family of recall tasks that the baseline solves",
             "passes": f"true if low is above -{MARGIN:g} point, the arms have no failed row in arm_verdicts, and they"
-            f" keep the recall of the baseline; NULL with fewer than {LEAST_SAFE_TEXTS} texts, or if the baseline is"
-            f" not shown to be above chance or is less than {LEAST_BASELINE:g} points above it; the loss of text is"
+            f" keep the recall of the baseline; NULL with fewer than {MIN_SAFE_TEXTS} texts, or if the baseline is"
+            f" not shown to be above chance or is less than {MIN_ABOVE_CHANCE:g} points above it; the loss of text is"
             " not counted",
         },
     ),

@@ -41,15 +41,15 @@ def identical_questions(comparisons: int = 1) -> int:
 
 
 #: Minimum number of texts (questions, if each has its own) with which identical answers of one arm pass.
-LEAST_SAFE_TEXTS = identical_questions()
+MIN_SAFE_TEXTS = identical_questions()
 
 #: Minimum accuracy of the baseline above chance, in percentage points; below it there is little more than the margin
 #: to lose.
-LEAST_BASELINE = 5.0
+MIN_ABOVE_CHANCE = 5.0
 
 #: Minimum number of texts (questions, if each has its own) that can show a loss of accuracy, or a change of the loss of
 #: text. If an arm gains and loses whole texts by chance, fewer are all lost in more than 2.5 % of cases.
-LEAST_TEXTS = ceil(log(TAIL) / log(0.5))
+MIN_EVIDENCE_TEXTS = ceil(log(TAIL) / log(0.5))
 
 #: A sweep selects on one of this many documents, or recall texts, and judges on the others. Few recall texts suffice to
 #: detect lost recall, but a verdict needs nearly all to show that recall is kept.
@@ -60,13 +60,13 @@ QUESTIONS_PER_TEXT = 4
 
 #: Minimum number of texts that can show the loss of text to be within its limit. If few texts lose most, the interval
 #: of fewer ends too low: simulated, it does so in 10 % of cases with 8 texts, 7 % with 20, and 5 % with 64.
-LEAST_LOSS_TEXTS = 20
+MIN_TEXTS_IN_LIMIT = 20
 
 #: Maximum increase of the loss of held-out text of a safe arm, in nats per token, unless the user sets another.
 MAX_LOSS = 0.05
 
 #: Minimum retained share of the model's ability above chance, in percent.
-LEAST_RETAINED = 90.0
+MIN_RETAINED = 90.0
 
 
 def limits_words(max_loss: float | None = None) -> str:
@@ -77,7 +77,7 @@ def limits_words(max_loss: float | None = None) -> str:
     text = "" if max_loss is None else f", or a rise of the loss by more than {max_loss:g} nats per token"
     points = f"{MARGIN:.0f} point of accuracy"
     return (
-        f"safe: no more than {points} is lost, {within}at least {LEAST_RETAINED:.0f} % of recall is shown to be left,"
+        f"safe: no more than {points} is lost, {within}at least {MIN_RETAINED:.0f} % of recall is shown to be left,"
         f" and no loss of more than {MARGIN:.0f} point of its answers is shown. Loses: a loss of more than {points} or"
-        f" of the recall answers, less than {LEAST_RETAINED:.0f} % of recall{text} is shown"
+        f" of the recall answers, less than {MIN_RETAINED:.0f} % of recall{text} is shown"
     )

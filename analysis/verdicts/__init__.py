@@ -2,7 +2,8 @@
 
 `answer_sheets` reads the answers, `paired` compares those of two arms, `metrics` does so for losses, and `controls`
 ranks an arm among random ones. `decision` has the rule of verdicts, `verdict_words` their wording, `verdict_table`
-their table, and `judge` gives the verdicts of a run. `verdict_rows` holds the stored comparisons of tasks and recall.
+their table, and `judge` gives the verdicts of a run. `scope_verdicts` judges recall and single tasks, and
+`verdict_rows` stores all comparisons with these verdicts.
 
 Several arms: `curves` and `confirmation` judge a sweep, `ordered_shares` a study, `criterion_points` a referee, and
 `head_effects` single heads.

@@ -150,25 +150,26 @@ class AnswerSheets:
     chance: np.ndarray
     correct: Mapping[str, np.ndarray]
     scopes: Mapping[Scope, np.ndarray]
-    _asked: dict[Scope, _Asked] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _scope_questions: dict[Scope, _ScopeQuestions] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def compare(self, scope: Scope, baseline: np.ndarray, arm: np.ndarray) -> PairedDifference:
         """Return the paired difference in a scope; ``baseline`` and ``arm`` are (questions,)."""
-        if scope not in self._asked:
-            self._asked[scope] = _Asked.of(self, scope)
-        asked = self._asked[scope]
-        ours, theirs = arm[asked.questions], baseline[asked.questions]
-        paired = compare(theirs, ours, asked.sampling)
+        if scope not in self._scope_questions:
+            self._scope_questions[scope] = _ScopeQuestions.of(self, scope)
+        questions = self._scope_questions[scope]
+        baseline_answers, arm_answers = baseline[questions.indices], arm[questions.indices]
+        paired = compare(baseline_answers, arm_answers, questions.sampling)
         if not scope.recall:
-            return paired if asked.chance is None else replace(paired, chance=asked.chance)
+            return paired if questions.chance is None else replace(paired, chance=questions.chance)
         if not scope.is_recall_family:
             return paired
-        return replace(paired, retained=retained_share(theirs, ours, asked.texts, recall_family(scope.task).chance))
+        chance = recall_family(scope.task).chance
+        return replace(paired, retained=retained_share(baseline_answers, arm_answers, questions.texts, chance))
 
     def difference(self, scope: Scope, baseline: np.ndarray, arm: np.ndarray) -> float:
         """Return the mean paired difference in percentage points; `compare` also computes its interval."""
-        counts = self.scopes[scope]
-        return 100 * float((arm[counts] - baseline[counts]).mean())
+        in_scope = self.scopes[scope]
+        return 100 * float((arm[in_scope] - baseline[in_scope]).mean())
 
     def only(self, kept: np.ndarray) -> AnswerSheets:
         """Return sheets of the questions in ``kept``, (questions,) bool; empty scopes are removed."""
@@ -177,29 +178,29 @@ class AnswerSheets:
             texts=self.texts[kept],
             chance=self.chance[kept],
             correct={arm_id: correct[kept] for arm_id, correct in self.correct.items()},
-            scopes={scope: counts[kept] for scope, counts in self.scopes.items() if counts[kept].any()},
+            scopes={scope: in_scope[kept] for scope, in_scope in self.scopes.items() if in_scope[kept].any()},
         )
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _ScopeQuestions:
     """The questions of a scope, by their indices in the sheets, with the number of each question's text (questions,),
     distinct between tasks, and the accuracy of guessing in percent; None if it is unknown.
     """
 
-    questions: np.ndarray
+    indices: np.ndarray
     texts: np.ndarray
     sampling: Sampling
     chance: float | None
 
     @classmethod
-    def of(cls, sheets: AnswerSheets, scope: Scope) -> _Asked:
-        questions = np.flatnonzero(sheets.scopes[scope])
-        tasks, texts, guessed = (each[questions] for each in (sheets.tasks, sheets.texts, sheets.chance))
-        unknown = np.isnan(guessed)
-        chance = None if unknown.all() else 100 * float(np.where(unknown, 0, guessed).mean())
-        own_text = tasks * (1 + sheets.texts.max()) + texts
-        return cls(questions, own_text, Sampling(len(questions), tasks, texts), chance)
+    def of(cls, sheets: AnswerSheets, scope: Scope) -> _ScopeQuestions:
+        indices = np.flatnonzero(sheets.scopes[scope])
+        tasks, texts_in_task, chances = sheets.tasks[indices], sheets.texts[indices], sheets.chance[indices]
+        unknown = np.isnan(chances)
+        chance = None if unknown.all() else 100 * float(np.where(unknown, 0, chances).mean())
+        texts = tasks * (1 + sheets.texts.max()) + texts_in_task
+        return cls(indices, texts, Sampling(len(indices), tasks, texts_in_task), chance)
 
 
 def read_answers(store: Store, baseline: FinishedArm, others: Sequence[FinishedArm]) -> AnswerSheets:
@@ -209,18 +210,18 @@ def read_answers(store: Store, baseline: FinishedArm, others: Sequence[FinishedA
         " WHERE correct IS NOT NULL AND list_contains(?, arm_id) ORDER BY arm_id, task, question",
         [[arm.arm_id for arm in (baseline, *others)]],
     )
-    tables = _by_arm(table)
+    sheets = _by_arm(table)
     empty = table.slice(0, 0)
-    asked = tables.get(baseline.arm_id, empty)
+    baseline_sheet = sheets.get(baseline.arm_id, empty)
     for arm in others:
-        _check_questions(arm, tables.get(arm.arm_id, empty), asked)
-    tasks = asked["task"].to_numpy()
-    numbers = asked["question"].to_numpy()
+        _check_questions(arm, sheets.get(arm.arm_id, empty), baseline_sheet)
+    tasks = baseline_sheet["task"].to_numpy()
+    numbers = baseline_sheet["question"].to_numpy()
     return AnswerSheets(
         tasks=_task_numbers(tasks),
-        texts=np.where(asked["recall"].to_numpy(), numbers // QUESTIONS_PER_TEXT, numbers),
+        texts=np.where(baseline_sheet["recall"].to_numpy(), numbers // QUESTIONS_PER_TEXT, numbers),
         chance=_chance(store, baseline, tasks),
-        correct={arm_id: own["correct"].to_numpy() for arm_id, own in tables.items()},
+        correct={arm_id: sheet["correct"].to_numpy() for arm_id, sheet in sheets.items()},
         scopes=_scopes(store, baseline, tasks),
     )
 
@@ -231,15 +232,18 @@ def _chance(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> np.ndarra
     choice. Choices that differ in frequency can be guessed more often.
     """
     rows = store.query(
-        "SELECT task, len(log_likelihoods) AS choices, bool_and(correct IN (0, 1)) OVER (PARTITION BY task) AS whole"
+        "SELECT task, len(log_likelihoods) AS choices,"
+        " bool_and(correct IN (0, 1)) OVER (PARTITION BY task) AS without_credit"
         " FROM answers WHERE arm_id = ? AND correct IS NOT NULL ORDER BY task, question",
         [baseline.arm_id],
     )
     assert rows.num_rows == len(tasks)
     choices = np.array(
         [
-            n if n is not None and n > 1 and w else np.nan
-            for n, w in zip(rows["choices"].to_pylist(), rows["whole"].to_pylist(), strict=True)
+            count if count is not None and count > 1 and without_credit else np.nan
+            for count, without_credit in zip(
+                rows["choices"].to_pylist(), rows["without_credit"].to_pylist(), strict=True
+            )
         ],
         dtype=float,
     )
@@ -248,10 +252,10 @@ def _chance(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> np.ndarra
 
 def _task_numbers(tasks: np.ndarray) -> np.ndarray:
     """Return task numbers; a task and its cloze form share one, because the bootstrap draws the documents of both."""
-    names, number = np.unique(tasks, return_inverse=True)
-    plain = [name.removesuffix(CLOZE_SUFFIX) for name in names]
-    forms = [base if base in names else name for name, base in zip(names, plain, strict=True)]
-    return np.unique(forms, return_inverse=True)[1][number]
+    names, name_index = np.unique(tasks, return_inverse=True)
+    plain_names = [name.removesuffix(CLOZE_SUFFIX) for name in names]
+    shared_names = [plain if plain in names else name for name, plain in zip(names, plain_names, strict=True)]
+    return np.unique(shared_names, return_inverse=True)[1][name_index]
 
 
 def _by_arm(table: pa.Table) -> dict[str, pa.Table]:
@@ -263,12 +267,12 @@ def _by_arm(table: pa.Table) -> dict[str, pa.Table]:
     return sheets
 
 
-def _check_questions(arm: FinishedArm, sheet: pa.Table, asked: pa.Table) -> None:
-    if not sheet.drop_columns(["arm_id", "correct"]).equals(asked.drop_columns(["arm_id", "correct"])):
-        other = f"{sheet.num_rows} questions (baseline {asked.num_rows})"
-        if sheet.num_rows == asked.num_rows:
-            other = f"{sheet.num_rows} questions that differ from the baseline's"
-        raise VerdictError(f"arm {arm.name} answered {other}. Evaluate it again")
+def _check_questions(arm: FinishedArm, sheet: pa.Table, baseline_sheet: pa.Table) -> None:
+    if not sheet.drop_columns(["arm_id", "correct"]).equals(baseline_sheet.drop_columns(["arm_id", "correct"])):
+        questions = f"{sheet.num_rows} questions (baseline {baseline_sheet.num_rows})"
+        if sheet.num_rows == baseline_sheet.num_rows:
+            questions = f"{sheet.num_rows} questions that differ from the baseline's"
+        raise VerdictError(f"arm {arm.name} answered {questions}. Evaluate it again")
 
 
 def _scopes(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> dict[Scope, np.ndarray]:
@@ -280,10 +284,10 @@ def _scopes(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> dict[Scop
     ).to_pylist()
     scopes = {Scope(row["scope"], row["recall"]): np.isin(tasks, row["tasks"]) for row in rows}
     for group, members in _groups(store, baseline).items():
-        inside = np.isin(tasks, members)
+        in_group = np.isin(tasks, members)
         # A group equal to the benchmark or to one task would repeat that scope.
-        if inside.any() and not any(np.array_equal(inside, counts) for counts in scopes.values()):
-            scopes[Scope(group, False)] = inside
+        if in_group.any() and not any(np.array_equal(in_group, in_scope) for in_scope in scopes.values()):
+            scopes[Scope(group, False)] = in_group
     return scopes
 
 

@@ -27,7 +27,7 @@ from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.scan_tables import literal
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ALL_TASKS, CONFIRMATION, SELECTION, SPLIT_VERDICTS
-from headscan.analysis.store.verdict_limits import LEAST_RETAINED, MAX_LOSS
+from headscan.analysis.store.verdict_limits import MAX_LOSS, MIN_RETAINED
 from headscan.analysis.verdicts.answer_sheets import (
     BENCHMARK,
     AnswerSheets,
@@ -36,10 +36,10 @@ from headscan.analysis.verdicts.answer_sheets import (
     finished_arms,
     read_answers,
 )
-from headscan.analysis.verdicts.controls import SelectedRank, Standing, controls_of, judge_controls, least_controls
-from headscan.analysis.verdicts.judge import Verdict, arm_verdict, benchmark_differences
+from headscan.analysis.verdicts.controls import SelectedRank, Standing, controls_needed, controls_of, judge_controls
+from headscan.analysis.verdicts.judge import Verdict, arm_verdict, benchmark_points
 from headscan.analysis.verdicts.metrics import read_metrics
-from headscan.analysis.verdicts.verdict_rows import compared_by_arm, complete_rows, for_comparisons, verdict_rows
+from headscan.analysis.verdicts.verdict_rows import compare_arm, complete_rows, differences_by_arm
 from headscan.analysis.verdicts.verdict_table import verdict_text
 from headscan.analysis.verdicts.verdict_words import ArmVerdict
 
@@ -269,19 +269,19 @@ class SweepConfirmation:
         judged = {arm.name: arm for arm in verdict.arms}
         curves = {kind: self._random_curves(kind) for kind in KINDS}
         selected = self._select(judged, {name: arm.is_safe for name, arm in judged.items()}, curves)
-        differences = {arm.arm_id: judged[arm.name].paired.difference for arm in self._arms if arm.name in judged}
-        return self._choices(selected, judged, differences)
+        points = {arm.arm_id: judged[arm.name].paired.difference for arm in self._arms if arm.name in judged}
+        return self._choices(selected, judged, points)
 
     def confirm(self) -> _ConfirmedChoices:
         """Select the best arms on one part of the questions, and judge them on the other."""
         if not self._scored:
             return _ConfirmedChoices((), [], True)
         first, selected = self._select_on_first_part()
-        second, differences = self._judge_on_second_part(selected)
+        second, points = self._judge_on_second_part(selected)
         comparisons = judged_on_same(self._store, self._run_id).comparisons({row["arm_id"] for row in second})
         second = _rejudged(second, self._finished, comparisons)
-        judged = self._verdicts(selected, second, differences, comparisons)
-        choices = self._choices(selected, judged, differences, confirmed=True, comparisons=comparisons.benchmark)
+        judged = self._verdicts(selected, second, points, comparisons)
+        choices = self._choices(selected, judged, points, confirmed=True, comparisons=comparisons.benchmark)
         recorded = _by_key(self._recorded)
         rows = recorded | _by_key([*first, *second])
         return _ConfirmedChoices(choices, list(rows.values()), rows == recorded)
@@ -291,13 +291,13 @@ class SweepConfirmation:
         curves = {kind: self._random_curves(kind) for kind in KINDS}
         # Fewer random curves give no rank, so they are not compared.
         ranked = {
-            kind: of_kind if len(of_kind) >= least_controls(self._scores(kind)) else []
-            for kind, of_kind in curves.items()
+            kind: kind_curves if len(kind_curves) >= controls_needed(self._scores(kind)) else []
+            for kind, kind_curves in curves.items()
         }
-        arms = [*self._scored, *(arm for of_kind in ranked.values() for curve in of_kind for arm in curve)]
+        arms = [*self._scored, *(arm for kind_curves in ranked.values() for curve in kind_curves for arm in curve)]
         rows = self._rows(arms, SELECTION)
-        compared = compared_by_arm(rows)
-        verdicts = (arm_verdict(arm, compared.get(arm.arm_id, {})) for arm in arms)
+        differences = differences_by_arm(rows)
+        verdicts = (arm_verdict(arm, differences.get(arm.arm_id, {})) for arm in arms)
         judged = {verdict.name: verdict for verdict in verdicts if verdict.accuracy is not None}
         return rows, self._select(judged, {name: _may_be_selected(arm) for name, arm in judged.items()}, ranked)
 
@@ -327,8 +327,8 @@ class SweepConfirmation:
 
         best = [each for kind in KINDS for each in best_of([arm for arm in self._scored if arm.kind is kind])]
         randoms = {
-            kind: [(arm, candidate) for curve in of_kind for arm, candidate, _ in best_of(curve)]
-            for kind, of_kind in curves.items()
+            kind: [(arm, candidate) for curve in kind_curves for arm, candidate, _ in best_of(curve)]
+            for kind, kind_curves in curves.items()
         }
         return _Selected(judged, best, randoms)
 
@@ -338,28 +338,24 @@ class SweepConfirmation:
         and of their controls.
         """
         best = [arm for arm, _, _ in selected.best]
-        chosen = {arm.arm_id for arm in best}
-        against = {control for arm in best for control in controls_of(arm, self._arms)}
-        against |= {arm for of_kind in selected.randoms.values() for arm, _ in of_kind}
-        controls = [arm for arm in self._arms if arm in against]
+        best_ids = {arm.arm_id for arm in best}
+        randoms = {control for arm in best for control in controls_of(arm, self._arms)}
+        randoms |= {arm for kind_randoms in selected.randoms.values() for arm, _ in kind_randoms}
+        controls = [arm for arm in self._arms if arm in randoms]
         rows = [row | {"selected": True} for row in self._rows(best, CONFIRMATION)]
-        differences = self._differences(controls) | benchmark_differences(compared_by_arm(rows))
+        points = self._points(controls) | benchmark_points(differences_by_arm(rows))
         rows += [
             row | {"selected": False}
             for row in self._recorded
-            if row["part"] == CONFIRMATION and row["arm_id"] not in chosen
+            if row["part"] == CONFIRMATION and row["arm_id"] not in best_ids
         ]
-        return rows, differences
+        return rows, points
 
     def _verdicts(
-        self,
-        selected: _Selected,
-        rows: Sequence[dict[str, Any]],
-        differences: Mapping[str, float],
-        comparisons: Comparisons,
+        self, selected: _Selected, rows: Sequence[dict[str, Any]], points: Mapping[str, float], comparisons: Comparisons
     ) -> dict[str, ArmVerdict]:
         """Return the verdicts on the selected arms by name, from rows of the judging part."""
-        controls, compared = judge_controls(self._arms, differences), compared_by_arm(rows)
+        controls, differences = judge_controls(self._arms, points), differences_by_arm(rows)
         metrics = read_metrics(
             self._store,
             self._run_id,
@@ -370,7 +366,7 @@ class SweepConfirmation:
         verdicts = (
             arm_verdict(
                 arm,
-                for_comparisons(compared.get(arm.arm_id, {}), *comparisons),
+                differences.get(arm.arm_id, {}),
                 metrics=metrics.get(arm.arm_id, ()),
                 controls=controls.get(arm.arm_id),
                 confirmation=True,
@@ -386,13 +382,13 @@ class SweepConfirmation:
         self,
         selected: _Selected,
         judged: Mapping[str, ArmVerdict],
-        differences: Mapping[str, float],
+        points: Mapping[str, float],
         *,
         confirmed: bool = False,
         comparisons: int = 1,
     ) -> tuple[SweepChoice, ...]:
-        """Return the selected arms with their verdicts, which are ranked by ``differences`` to the baseline on the
-        judging questions, in percentage points by arm id.
+        """Return the selected arms with their verdicts, which are ranked by ``points``, their differences to the
+        baseline on the judging questions by arm id.
         """
         choices = []
         for arm, candidate, count in selected.best:
@@ -400,7 +396,7 @@ class SweepConfirmation:
             if verdict is None:
                 continue
             if verdict.controls is not None:
-                rank = self._rank(arm, candidate, selected.randoms[arm.kind], differences)
+                rank = self._rank(arm, candidate, selected.randoms[arm.kind], points)
                 verdict = replace(verdict, controls=replace(verdict.controls, selected=rank))
             choices.append(
                 SweepChoice(
@@ -419,17 +415,17 @@ class SweepConfirmation:
         arm: FinishedArm,
         best: Candidate,
         randoms: Sequence[tuple[FinishedArm, Candidate]],
-        differences: Mapping[str, float],
+        points: Mapping[str, float],
     ) -> SelectedRank:
         """Return the rank of a selected arm among the best arms of random curves."""
         scores = self._scores(arm.kind)
-        if len(randoms) < least_controls(scores):
+        if len(randoms) < controls_needed(scores):
             return SelectedRank(scores, len(randoms), None)
-        chosen, *others = (
-            Standing(candidate.passes, each.share or 0.0, differences[each.arm_id])
+        standing, *random_standings = (
+            Standing(candidate.passes, each.share or 0.0, points[each.arm_id])
             for each, candidate in ((arm, best), *randoms)
         )
-        return SelectedRank.of(chosen, others, scores)
+        return SelectedRank.of(standing, random_standings, scores)
 
     def _scores(self, kind: ArmKind) -> int:
         """Return the number of curves of scores of a kind."""
@@ -437,9 +433,9 @@ class SweepConfirmation:
 
     def _random_curves(self, kind: ArmKind) -> list[list[FinishedArm]]:
         """Return a kind's random curves: the controls of one seed, one at each nominal share of the kind's arms."""
-        of_kind = [arm for arm in self._scored if arm.kind is kind]
-        shares = {None if arm.share is None else round(arm.share, 9) for arm in of_kind}
-        replacements = {arm.replacement for arm in of_kind}
+        scored = [arm for arm in self._scored if arm.kind is kind]
+        shares = {None if arm.share is None else round(arm.share, 9) for arm in scored}
+        replacements = {arm.replacement for arm in scored}
         curves: dict[tuple[Any, ...], dict[float, FinishedArm]] = defaultdict(dict)
         for arm in self._arms:
             if arm.kind is not kind.control or arm.seed is None or arm.share is None or not arm.ablated_share:
@@ -450,40 +446,40 @@ class SweepConfirmation:
 
     def _rows(self, arms: Sequence[FinishedArm], part: str) -> list[dict[str, Any]]:
         """Return the rows of ``split_verdicts`` of arms on one part; those that the store lacks are computed."""
-        wanted = {arm.arm_id for arm in arms}
-        rows = complete_rows([row for row in self._recorded if row["part"] == part and row["arm_id"] in wanted])
-        known = {row["arm_id"] for row in rows}
-        missing = [arm for arm in arms if arm.arm_id not in known]
-        if missing:
-            sheets = self._sheets(missing, part)
-            rows += [row for arm in missing for row in _split_rows(sheets, self._baseline, arm, part)]
+        arm_ids = {arm.arm_id for arm in arms}
+        rows = complete_rows([row for row in self._recorded if row["part"] == part and row["arm_id"] in arm_ids])
+        stored_ids = {row["arm_id"] for row in rows}
+        arms_without_rows = [arm for arm in arms if arm.arm_id not in stored_ids]
+        if arms_without_rows:
+            answers = self._answers(arms_without_rows, part)
+            rows += [row for arm in arms_without_rows for row in _split_rows(answers, self._baseline, arm, part)]
         return rows
 
-    def _differences(self, arms: Sequence[FinishedArm]) -> dict[str, float]:
-        """Return the benchmark differences of arms on the judging part by arm id; empty without a benchmark."""
+    def _points(self, arms: Sequence[FinishedArm]) -> dict[str, float]:
+        """Return the benchmark differences of arms on the judging part, in percentage points by arm id; empty without a
+        benchmark.
+        """
         if not arms:
             return {}
-        sheets = self._sheets(arms, CONFIRMATION)
-        if BENCHMARK not in sheets.scopes:
+        answers = self._answers(arms, CONFIRMATION)
+        if BENCHMARK not in answers.scopes:
             return {}
-        correct = sheets.correct
-        baseline = correct[self._baseline.arm_id]
-        return {arm.arm_id: sheets.difference(BENCHMARK, baseline, correct[arm.arm_id]) for arm in arms}
+        baseline = answers.correct[self._baseline.arm_id]
+        return {arm.arm_id: answers.difference(BENCHMARK, baseline, answers.correct[arm.arm_id]) for arm in arms}
 
-    def _sheets(self, arms: Sequence[FinishedArm], part: str) -> AnswerSheets:
+    def _answers(self, arms: Sequence[FinishedArm], part: str) -> AnswerSheets:
         with self._store.reading():
             parts = self._store.query(
                 "SELECT part FROM all_question_split WHERE run_id = ? ORDER BY task, question", [self._run_id]
             )
             answers = read_answers(self._store, self._baseline, arms)
-        return answers.only(np.array([of_question == part for of_question in parts["part"].to_pylist()], dtype=bool))
+        return answers.only(np.array([each == part for each in parts["part"].to_pylist()], dtype=bool))
 
 
 def _loses_recall(verdict: ArmVerdict) -> bool:
     """Return True if the estimated recall loss exceeds the limit."""
     return bool(verdict.recall_lost) or any(
-        each.paired.retained is not None and each.paired.retained.value < LEAST_RETAINED
-        for each in verdict.judged_recall
+        each.paired.retained is not None and each.paired.retained.value < MIN_RETAINED for each in verdict.judged_recall
     )
 
 
@@ -496,14 +492,19 @@ def _rejudged(
 ) -> list[dict[str, Any]]:
     """Return rows of ``split_verdicts`` whose verdicts on the confirmation part count the comparisons."""
     by_id = {arm.arm_id: arm for arm in arms}
-    compared = compared_by_arm([row for row in rows if row["part"] == CONFIRMATION])
+    differences = differences_by_arm([row for row in rows if row["part"] == CONFIRMATION])
     rejudged = []
     for row in rows:
         if row["part"] == CONFIRMATION and row["task"] == ALL_TASKS and row["arm_id"] in by_id:
-            verdict = arm_verdict(by_id[row["arm_id"]], for_comparisons(compared[row["arm_id"]], *comparisons))
+            verdict = arm_verdict(
+                by_id[row["arm_id"]],
+                differences[row["arm_id"]],
+                comparisons=comparisons.benchmark,
+                recall_comparisons=comparisons.recall,
+            )
             if verdict.accuracy is not None:
-                wide = {"passes": verdict.is_safe, "wide_low": verdict.accuracy.low / 100}
-                row = row | {"comparisons": comparisons.benchmark, **wide}
+                widened = {"passes": verdict.is_safe, "wide_low": verdict.accuracy.low / 100}
+                row = row | {"comparisons": comparisons.benchmark, **widened}
         rejudged.append(row)
     return rejudged
 
@@ -512,13 +513,13 @@ def _by_key(rows: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, A
     return {tuple(row[key] for key in SPLIT_VERDICTS.keys[0]): row for row in rows}
 
 
-def _split_rows(sheets: AnswerSheets, baseline: FinishedArm, arm: FinishedArm, part: str) -> list[dict[str, Any]]:
+def _split_rows(answers: AnswerSheets, baseline: FinishedArm, arm: FinishedArm, part: str) -> list[dict[str, Any]]:
     """Return an arm's rows of ``split_verdicts`` on one part; `_rejudged` judges those of the confirmation part."""
-    rows = verdict_rows(sheets, baseline, arm)
-    verdict = arm_verdict(arm, compared_by_arm(rows).get(arm.arm_id, {}))
-    known = dict.fromkeys(("passes", "comparisons", "wide_low", "selected")) | {"part": part}
+    rows = compare_arm(answers, baseline, arm)
+    verdict = arm_verdict(arm, differences_by_arm(rows).get(arm.arm_id, {}))
+    split_columns = dict.fromkeys(("passes", "comparisons", "wide_low", "selected")) | {"part": part}
     passes = _may_be_selected(verdict) if part == SELECTION and verdict.accuracy is not None else None
-    return [row | known | {"passes": passes if row["task"] == ALL_TASKS else None} for row in rows]
+    return [row | split_columns | {"passes": passes if row["task"] == ALL_TASKS else None} for row in rows]
 
 
 def _recorded(store: Store, run_id: str) -> list[dict[str, Any]]:

@@ -31,13 +31,13 @@ LEVEL = 0.05
 _EQUAL = 1e-9
 
 
-def least_controls(tried: int = 1) -> int:
+def controls_needed(tried: int = 1) -> int:
     """Return the minimum number of controls with which the first rank reaches the level for the best of ``tried``."""
     return math.ceil(tried / LEVEL) - 1
 
 
 #: Minimum number of controls of an arm that was chosen in advance.
-LEAST_CONTROLS = least_controls()
+MIN_CONTROLS = controls_needed()
 
 
 def rank_p_value(controls: int, beaten: int, tried: int = 1) -> float:
@@ -101,13 +101,13 @@ class SelectedRank:
         scores = f"{self.scores} score{'s' * (self.scores > 1)}"
         if self.beaten is None:
             return (
-                f"at least {least_controls(self.scores):,} random controls of every share are needed to show a better"
+                f"at least {controls_needed(self.scores):,} random controls of every share are needed to show a better"
                 f" choice of heads than chance, because the arm was selected from the shares of {scores}"
             )
-        shown = "a better" if self.beats_chance else "not shown to be a better"
+        claim = "a better" if self.beats_chance else "not shown to be a better"
         return (
             f"it gets further than {self.beaten:,} of {self.curves:,} random curves, each at its own best share:"
-            f" p = {self.p_value:.2g} for the best of {scores}, {shown} choice of heads than chance"
+            f" p = {self.p_value:.2g} for the best of {scores}, {claim} choice of heads than chance"
         )
 
 
@@ -163,14 +163,14 @@ class Controls:
         beaten, count = self.beaten, len(self.arms)
         if self.selected is not None and self.selected.beaten is not None:
             beaten, count = self.selected.beaten, self.selected.curves
-        enough = self.p_value is not None and count >= LEAST_CONTROLS
+        enough = self.p_value is not None and count >= MIN_CONTROLS
         return f"{beaten} of {count}" + (f", p = {self.p_value:.2g}" if enough else "")
 
     def _proof(self) -> str:
         if self.selected is not None:
             return self.selected.words()
-        if len(self.arms) < LEAST_CONTROLS:
-            return f"at least {LEAST_CONTROLS} are needed to show a better choice of heads than chance"
+        if len(self.arms) < MIN_CONTROLS:
+            return f"at least {MIN_CONTROLS} are needed to show a better choice of heads than chance"
         if self.beats_chance:
             among = f" for the best of {self.tried} arms" if self.tried > 1 else ""
             return f"p = {self.p_value:.2g}{among}, a better choice of heads than chance"
@@ -252,8 +252,8 @@ def loss_increase(metrics: Sequence[TaskMetric]) -> Increase | None:
 
 def _alike(one: FinishedArm, other: FinishedArm) -> bool:
     """Return True if two arms have the same nominal share and the same further settings."""
-    shares = one.share is not None and other.share is not None and math.isclose(one.share, other.share)
-    return shares and one.selection == other.selection
+    same_share = one.share is not None and other.share is not None and math.isclose(one.share, other.share)
+    return same_share and one.selection == other.selection
 
 
 def same_size(one: float | None, other: float | None) -> bool:
@@ -270,8 +270,12 @@ def controls_of(arm: FinishedArm, others: Sequence[FinishedArm]) -> list[Finishe
         randoms = [each for each in randoms if (each.selection, each.kv_shares, each.granularity) == alike]
     if arm.kind.is_pruned:  # a control has the same unit and repair
         return [other for other in randoms if _alike(arm, other)]
-    named = [r for r in randoms if r.share is not None and arm.share is not None and math.isclose(r.share, arm.share)]
-    return named or [r for r in randoms if same_size(arm.ablated_share, r.ablated_share)]
+    same_share = [
+        other
+        for other in randoms
+        if other.share is not None and arm.share is not None and math.isclose(other.share, arm.share)
+    ]
+    return same_share or [other for other in randoms if same_size(arm.ablated_share, other.ablated_share)]
 
 
 def judge_controls(others: Sequence[FinishedArm], differences: Mapping[str, float]) -> dict[str, Controls]:
@@ -296,14 +300,14 @@ def _number_tried(arm: FinishedArm, others: Sequence[FinishedArm]) -> int:
 def _against(
     arm: FinishedArm, controls: Sequence[FinishedArm], differences: Mapping[str, float], tried: int
 ) -> Controls:
-    of_controls = [differences[control.arm_id] for control in controls]
+    points = [differences[control.arm_id] for control in controls]
     shares = [control.ablated_share for control in controls if control.ablated_share is not None]
     return Controls(
         arms=tuple(control.name for control in controls),
         ablated_share=sum(shares) / len(shares) if shares else None,
-        mean=sum(of_controls) / len(of_controls),
-        lowest=min(of_controls),
-        highest=max(of_controls),
-        beaten=sum(differences[arm.arm_id] > difference + _EQUAL for difference in of_controls),
+        mean=sum(points) / len(points),
+        lowest=min(points),
+        highest=max(points),
+        beaten=sum(differences[arm.arm_id] > difference + _EQUAL for difference in points),
         tried=max(1, tried),
     )

@@ -79,8 +79,8 @@ def criterion_points(store: Store, verdict: Verdict) -> list[CriterionPoint]:
     points = []
     for row in rows:
         config = json.loads(row["config"] or "{}")
-        of_referee = "criterion" in config or "repair" in config
-        if of_referee and row["name"] in outcomes:
+        is_referee_arm = "criterion" in config or "repair" in config
+        if is_referee_arm and row["name"] in outcomes:
             arm = outcomes[row["name"]]
             removed = frozenset(heads.get(row["name"], ()))
             points.append(CriterionPoint(row["criterion"], row["selection"] or "", row["share"], arm, removed))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -13,9 +13,9 @@ from headscan.analysis.store.tables import ACCURACY, LOSS
 from headscan.analysis.store.verdict_limits import MARGIN, MAX_LOSS
 from headscan.analysis.verdicts.answer_sheets import FinishedArm
 from headscan.analysis.verdicts.controls import Controls, PrunedControls, loss_increase
-from headscan.analysis.verdicts.metrics import TaskMetric, enough_texts, exceeds, judged_losses
+from headscan.analysis.verdicts.metrics import TaskMetric, exceeds, is_within, judged_losses, texts_needed
 from headscan.analysis.verdicts.paired import Interval, PairedDifference
-from headscan.analysis.verdicts.verdict_rows import RecallVerdict, TaskVerdict
+from headscan.analysis.verdicts.scope_verdicts import RecallVerdict, TaskVerdict
 
 
 class Outcome(StrEnum):
@@ -42,8 +42,8 @@ class Gap(NamedTuple):
     """An aspect without enough evidence.
 
     Attributes:
-        needed: Number of questions, or of texts whose loss is measured, that would be enough; None if no number is
-            known to be.
+        needed: Number of questions, or of texts whose loss is measured, that would be enough; None if no larger number
+            is known to help.
     """
 
     aspect: Aspect
@@ -111,8 +111,29 @@ class ArmResults(FinishedArm):
 
     @cached_property
     def decision(self) -> Decision:
-        """The verdict on a judged arm."""
-        return decide(self)
+        """The verdict on a judged arm. It loses if any aspect shows a loss, and is safe if all show that none exceeds
+        its limit: accuracy, the loss of text that was read, and the recall that the baseline has.
+        """
+        shows_loss = {
+            Aspect.TEXT: bool(self.text_losses),
+            Aspect.ACCURACY: self.paired.shows_loss,
+            Aspect.SINGLE_TASKS: bool(self.tasks_lost) and not self.paired.shows_loss,
+            Aspect.RECALL: bool(self.recall_lost),
+        }
+        lost_aspects = tuple(aspect for aspect, is_lost in shows_loss.items() if is_lost)
+        if lost_aspects:
+            return Decision(Outcome.LOSES, lost=lost_aspects)
+        gaps = []
+        if self.open_texts:
+            gaps.append(Gap(Aspect.TEXT, max(_all_known(self.open_texts.values()), default=None)))
+        if not self.paired.above_chance:
+            gaps.append(Gap(Aspect.ACCURACY, None))
+        elif not self.keeps_accuracy:
+            gaps.append(Gap(Aspect.ACCURACY, self.questions_needed))
+        if self.open_recall:
+            needed = _all_known(family.questions_needed for family in self.open_recall)
+            gaps.append(Gap(Aspect.RECALL, sum(needed) if needed else None))
+        return Decision(Outcome.NOT_SHOWN if gaps else Outcome.SAFE, gaps=tuple(gaps))
 
     @property
     def outcome(self) -> Outcome:
@@ -188,16 +209,16 @@ class ArmResults(FinishedArm):
         return tuple(each for each in judged_losses(self.metrics) if exceeds(each.increase, self.max_loss))
 
     @property
-    def open_texts(self) -> dict[TaskMetric, int]:
-        """Losses of text that are not shown to be within their limit, with `enough_texts`; 0 if they are unknown."""
+    def open_texts(self) -> dict[TaskMetric, int | None]:
+        """Losses of text that are not shown to be within their limit, with the number of texts that would be enough;
+        None if no larger number is known to help.
+        """
         losses = judged_losses(self.metrics)
-        needed = {
-            each: 0
-            if each.increase is None
-            else enough_texts(each.increase, self.max_loss, len(losses) * self.comparisons)
-            for each in losses
+        return {
+            loss: texts_needed(loss.increase, self.max_loss, len(losses) * self.comparisons)
+            for loss in losses
+            if not is_within(loss.increase, self.max_loss)
         }
-        return {each: number for each, number in needed.items() if number is not None}
 
     @property
     def keeps_accuracy(self) -> bool:
@@ -210,40 +231,20 @@ class ArmResults(FinishedArm):
         return tuple(task for task in self.tasks if task.failed)
 
     @property
-    def questions_needed(self) -> int:
-        """Number of questions that an arm without loss, with as many changed answers, needs; 0 if these are enough, or
-        show a drop that may exceed one point.
+    def questions_needed(self) -> int | None:
+        """Number of questions that an arm without loss, with as many changed answers, needs; None if no larger number
+        is known to help: these are enough, or they show a drop that may exceed one point.
         """
         paired, needed = self.paired, self.paired.questions_needed(self.comparisons)
-        drops = paired.high < 0 and paired.low <= -MARGIN
-        return 0 if paired.questions >= needed or drops else round(needed / self.judging_share)
+        may_drop = paired.high < 0 and paired.low <= -MARGIN
+        return None if paired.questions >= needed or may_drop else round(needed / self.judging_share)
 
 
-def decide(arm: ArmResults) -> Decision:
-    """Return the verdict on an arm. It loses if any aspect shows a loss, and is safe if all show that none exceeds its
-    limit: accuracy, the loss of text that was read, and the recall that the baseline has.
-    """
-    paired = arm.paired
-    shown = {
-        Aspect.TEXT: bool(arm.text_losses),
-        Aspect.ACCURACY: paired.shows_loss,
-        Aspect.SINGLE_TASKS: bool(arm.tasks_lost) and not paired.shows_loss,
-        Aspect.RECALL: bool(arm.recall_lost),
-    }
-    if lost := tuple(aspect for aspect, is_lost in shown.items() if is_lost):
-        return Decision(Outcome.LOSES, lost=lost)
-    gaps = []
-    if arm.open_texts:
-        gaps.append(Gap(Aspect.TEXT, _all_needed(arm.open_texts.values(), max)))
-    if not paired.above_chance:
-        gaps.append(Gap(Aspect.ACCURACY, None))
-    elif not arm.keeps_accuracy:
-        gaps.append(Gap(Aspect.ACCURACY, arm.questions_needed or None))
-    if arm.open_recall:
-        gaps.append(Gap(Aspect.RECALL, _all_needed([each.questions_needed for each in arm.open_recall], sum)))
-    return Decision(Outcome.NOT_SHOWN if gaps else Outcome.SAFE, gaps=tuple(gaps))
-
-
-def _all_needed(numbers: Collection[int], total: Callable[[Collection[int]], int]) -> int | None:
-    """Return the ``total`` of the numbers that aspects need; None if no number is known for one of them."""
-    return total(numbers) if all(numbers) else None
+def _all_known(numbers: Iterable[int | None]) -> list[int]:
+    """Return the numbers; none of them if one is unknown."""
+    known: list[int] = []
+    for number in numbers:
+        if number is None:
+            return []
+        known.append(number)
+    return known

@@ -41,7 +41,7 @@ def q_values(p_values: np.ndarray) -> np.ndarray:
 
 
 #: Least questions or documents in each half of a split.
-_LEAST_HALF = 2
+_MIN_HALF_DOCUMENTS = 2
 
 
 class Effect(NamedTuple):
@@ -98,7 +98,9 @@ class PairedOutcomes:
     @property
     def can_split(self) -> bool:
         """True if each half has enough documents."""
-        return all(len(np.unique(self.documents[part])) >= _LEAST_HALF for part in (self.selecting, ~self.selecting))
+        return all(
+            len(np.unique(self.documents[part])) >= _MIN_HALF_DOCUMENTS for part in (self.selecting, ~self.selecting)
+        )
 
     @property
     def better(self) -> int:
@@ -108,16 +110,21 @@ class PairedOutcomes:
     def effect(self, arm: np.ndarray, rows: np.ndarray | None = None) -> Effect:
         """Return the effect of an arm's outcomes (rows,) on ``rows`` (rows,) bool; None uses all rows."""
         kept = self._kept(rows)
-        base, own, sizes = self.baseline[kept], arm[kept], self.sizes[kept]
-        level = float(base.sum() / sizes.sum())
+        baseline_values, arm_values, sizes = self.baseline[kept], arm[kept], self.sizes[kept]
+        level = float(baseline_values.sum() / sizes.sum())
         if self.metric == ACCURACY:
             sampling = self._sampling(kept)
-            paired = compare(base, own, sampling)
-            error = sampling.standard_error(own - base)
+            paired = compare(baseline_values, arm_values, sampling)
             return Effect(
-                level, paired.difference / 100, error, paired.low / 100, paired.high / 100, paired.p_value, len(base)
+                level,
+                paired.difference / 100,
+                sampling.standard_error(arm_values - baseline_values),
+                paired.low / 100,
+                paired.high / 100,
+                paired.p_value,
+                len(baseline_values),
             )
-        return Effect(level, *estimate_ratio(own - base, sizes, self.documents[kept]))
+        return Effect(level, *estimate_ratio(arm_values - baseline_values, sizes, self.documents[kept]))
 
     def change(self, arm: np.ndarray, rows: np.ndarray | None = None) -> float:
         """Return the change of the metric; `effect` also computes its interval."""
@@ -145,8 +152,8 @@ def halves(documents: Sequence[str], tasks: Sequence[str]) -> np.ndarray:
     members: dict[str, list[str]] = {}
     for document in sorted(first, key=lambda text: (hashlib.md5(text.encode()).hexdigest(), text)):
         members.setdefault(first[document], []).append(document)
-    chosen = {document for of_task in members.values() for document in of_task[1::2]}
-    return np.array([document in chosen for document in documents], dtype=bool)
+    selecting = {document for task_members in members.values() for document in task_members[1::2]}
+    return np.array([document in selecting for document in documents], dtype=bool)
 
 
 class TableEffect(NamedTuple):
@@ -173,14 +180,14 @@ def each_effect(outcomes: PairedOutcomes, arms: Mapping[str, np.ndarray]) -> dic
 def _confirmed(outcomes: PairedOutcomes, arms: Mapping[str, np.ndarray]) -> dict[str, bool]:
     """Return which arms are significant in one half and judged alike by the other."""
     selecting = outcomes.selecting
-    chosen = {name: outcomes.effect(arm, selecting) for name, arm in arms.items()}
-    q = q_values(np.array([effect.p_value for effect in chosen.values()]))
+    effects = {name: outcomes.effect(arm, selecting) for name, arm in arms.items()}
+    q = q_values(np.array([effect.p_value for effect in effects.values()]))
     confirmed = {}
-    for (name, effect), adjusted in zip(chosen.items(), q, strict=True):
+    for (name, effect), adjusted in zip(effects.items(), q, strict=True):
         confirmed[name] = bool(adjusted <= FALSE_DISCOVERY_RATE)
         if confirmed[name]:
-            other = outcomes.effect(arms[name], ~selecting)
-            confirmed[name] = other.low > 0 if effect.effect > 0 else other.high < 0
+            judging = outcomes.effect(arms[name], ~selecting)
+            confirmed[name] = judging.low > 0 if effect.effect > 0 else judging.high < 0
     return confirmed
 
 
@@ -236,20 +243,22 @@ class BleuOutcomes(PairedOutcomes):
 
     def effect(self, arm: np.ndarray, rows: np.ndarray | None = None) -> Effect:
         kept = self._kept(rows)
-        base, own = (_by_document(counts[kept], self.documents[kept]) for counts in (self.baseline, arm))
-        level = float(bleu(base.sum(0)))
-        effect = float(bleu(own.sum(0))) - level
+        baseline_counts = _by_document(self.baseline[kept], self.documents[kept])
+        arm_counts = _by_document(arm[kept], self.documents[kept])
+        documents = len(baseline_counts)
+        level = float(bleu(baseline_counts.sum(0)))
+        effect = float(bleu(arm_counts.sum(0))) - level
         sentences = int(kept.sum())
-        if len(base) < 2:
+        if documents < 2:
             return Effect(level, effect, np.inf, -np.inf, np.inf, 1.0, sentences)
-        if np.array_equal(base, own):
+        if np.array_equal(baseline_counts, arm_counts):
             return Effect(level, 0.0, 0.0, 0.0, 0.0, 1.0, sentences)
         # Drawing all documents would make the variance too small (Rao and Wu 1988).
-        drawn = resample_weights(BLEU, len(base), len(base) - 1, RESAMPLES)
-        changes = bleu(drawn @ own) - bleu(drawn @ base)
+        drawn = resample_weights(BLEU, documents, documents - 1, RESAMPLES)
+        changes = bleu(drawn @ arm_counts) - bleu(drawn @ baseline_counts)
         from scipy.special import stdtr  # slow to import, and stored effects are read without it
 
-        freedom, error = len(base) - 1, float(changes.std(ddof=1))
+        freedom, error = documents - 1, float(changes.std(ddof=1))
         quantile = t_quantile(TAIL, freedom)
         # With few sentences a percentile is too near: the ends move out by the ratio of the t to the normal quantile.
         low, high = effect + quantile / z_quantile(TAIL) * (np.quantile(changes, [TAIL, 1 - TAIL]) - effect)
@@ -320,13 +329,13 @@ def _read_chunk(
     )
     arm_ids, values = table["arm_id"].to_numpy(), _numbers(table["value"])
     for arm in arms:
-        own = values[arm_ids == arm]
-        if len(own) != len(outcomes.baseline):
+        arm_values = values[arm_ids == arm]
+        if len(arm_values) != len(outcomes.baseline):
             raise EffectError(
-                f"arm {arm} has {len(own)} answers in common with the baseline (limit"
+                f"arm {arm} has {len(arm_values)} answers in common with the baseline (limit"
                 f" {len(outcomes.baseline)}). Use a new store, and run its command again"
             )
-        yield arm, own
+        yield arm, arm_values
 
 
 def _value(metric: str, prefix: str = "") -> str:

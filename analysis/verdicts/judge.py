@@ -15,7 +15,8 @@ from headscan.analysis.verdicts.answer_sheets import BENCHMARK, FinishedArm, Sco
 from headscan.analysis.verdicts.controls import Controls, PrunedControls, judge_controls, pruned_controls
 from headscan.analysis.verdicts.metrics import Increase, TaskMetric, read_metrics
 from headscan.analysis.verdicts.paired import PairedDifference
-from headscan.analysis.verdicts.verdict_rows import RecallVerdict, VerdictInputs, for_comparisons, task_verdicts
+from headscan.analysis.verdicts.scope_verdicts import RecallVerdict, task_verdicts, widened_differences
+from headscan.analysis.verdicts.verdict_rows import VerdictInputs, differences_by_arm
 from headscan.analysis.verdicts.verdict_table import verdict_html, verdict_text
 from headscan.analysis.verdicts.verdict_words import ArmVerdict
 
@@ -75,6 +76,7 @@ def judge(
     max_loss: float = MAX_LOSS,
     loss_increases: Mapping[str, Increase] | None = None,
     comparisons: int = 1,
+    baseline_alone: bool = False,
 ) -> Verdict:
     """Judge every finished arm of an evaluate run. Comparisons that the store lacks are computed, not written.
 
@@ -87,10 +89,11 @@ def judge(
         comparisons: Number of arms, or of kinds of savings, that are judged together. The intervals of accuracy and
             recall are widened so that all hold at once with 95 % probability. For example, a study of heads and KV
             cache passes 2.
+        baseline_alone: True returns a verdict without arms if the baseline is the only finished arm; False raises.
 
     Raises:
-        VerdictError: The run has no finished baseline or no other finished arm, or a loss of its own next to
-            ``loss_increases``.
+        VerdictError: The run has no finished baseline or, without ``baseline_alone``, no other finished arm, or a loss
+            of its own next to ``loss_increases``.
     """
     loss_increases = loss_increases or {}
     with store.reading():
@@ -98,27 +101,30 @@ def judge(
         run_id = run["run_id"]
         arms = finished_arms(store, run_id)
         if not arms.others:
+            if baseline_alone:
+                return Verdict(run_id, run["model"], (), arms.unfinished, max_loss=max_loss)
             raise VerdictError(
                 f"run {run_id} has 0 finished arms in addition to the baseline (limit 1). Ablate heads with"
                 " `headscan evaluate`"
             )
         metrics = read_metrics(store, run_id, arms.baseline, comparisons=comparisons)
-        stored = VerdictInputs.read(store, run_id, arms)
-    if loss_increases and any(each.metric == LOSS for of_arm in metrics.values() for each in of_arm):
+        inputs = VerdictInputs.read(store, run_id, arms)
+    has_own_loss = any(measure.metric == LOSS for arm_metrics in metrics.values() for measure in arm_metrics)
+    if loss_increases and has_own_loss:
         raise VerdictError(
             f"run {run_id} has a loss of text of its own (limit 1 loss per arm). Leave out `loss_increases`"
         )
-    rows = stored.with_computed()
-    compared = rows.by_arm()
-    controls = judge_controls(arms.others, benchmark_differences(compared))
-    points = {arm_id: scopes[BENCHMARK] for arm_id, scopes in compared.items() if BENCHMARK in scopes}
+    rows = inputs.compute_missing()
+    differences = differences_by_arm([*rows.stored, *rows.computed])
+    controls = judge_controls(arms.others, benchmark_points(differences))
+    on_benchmark = {arm_id: scopes[BENCHMARK] for arm_id, scopes in differences.items() if BENCHMARK in scopes}
     judged = tuple(
         arm_verdict(
             arm,
-            for_comparisons(compared.get(arm.arm_id, {}), comparisons),
+            differences.get(arm.arm_id, {}),
             metrics=(*metrics.get(arm.arm_id, ()), *_measured(loss_increases.get(arm.name))),
             controls=controls.get(arm.arm_id),
-            pruned=pruned_controls(arm, arms.others, points, metrics),
+            pruned=pruned_controls(arm, arms.others, on_benchmark, metrics),
             comparisons=comparisons,
             max_loss=max_loss,
         )
@@ -132,14 +138,14 @@ def _measured(loss: Increase | None) -> tuple[TaskMetric, ...]:
     return () if loss is None else (TaskMetric("text", LOSS, None, None, loss),)
 
 
-def benchmark_differences(compared: Mapping[str, Mapping[Scope, PairedDifference]]) -> dict[str, float]:
+def benchmark_points(differences: Mapping[str, Mapping[Scope, PairedDifference]]) -> dict[str, float]:
     """Return the benchmark difference by arm id, in percentage points."""
-    return {arm_id: scopes[BENCHMARK].difference for arm_id, scopes in compared.items() if BENCHMARK in scopes}
+    return {arm_id: scopes[BENCHMARK].difference for arm_id, scopes in differences.items() if BENCHMARK in scopes}
 
 
 def arm_verdict(
     arm: FinishedArm,
-    scopes: Mapping[Scope, PairedDifference],
+    differences: Mapping[Scope, PairedDifference],
     *,
     metrics: tuple[TaskMetric, ...] = (),
     controls: Controls | None = None,
@@ -149,28 +155,29 @@ def arm_verdict(
     recall_comparisons: int | None = None,
     max_loss: float = MAX_LOSS,
 ) -> ArmVerdict:
-    """Judge one arm by its comparisons.
+    """Judge one arm by its differences from the baseline.
 
     Args:
-        scopes: Comparisons by scope; an arm without one on the benchmark has no accuracy.
+        differences: Differences by scope, of one arm alone; an arm without one on the benchmark has no accuracy.
         confirmation: True if the questions are the judging part of a sweep.
-        comparisons: Number of arms for which the intervals are widened; ``recall_comparisons`` in recall, None if it is
-            the same.
+        comparisons: Number of arms for which the intervals are to be widened; ``recall_comparisons`` in recall, None
+            uses the same number.
         max_loss: Limit of the loss of text, in nats per token.
     """
     recall_share = 1 - 1 / RECALL_SPLITS if confirmation else 1.0
     recall_comparisons = comparisons if recall_comparisons is None else recall_comparisons
+    widened = widened_differences(differences, comparisons, recall_comparisons)
     return ArmVerdict(
         **vars(arm),
         recall=tuple(
             RecallVerdict(scope.task, paired, recall_share, recall_comparisons)
-            for scope, paired in scopes.items()
+            for scope, paired in widened.items()
             if scope.is_recall_family
         ),
         metrics=metrics,
         pruned_controls=pruned,
-        accuracy=scopes.get(BENCHMARK),
-        tasks=task_verdicts(scopes),
+        accuracy=widened.get(BENCHMARK),
+        tasks=task_verdicts(widened),
         controls=controls,
         judging_share=1 - 1 / BENCHMARK_SPLITS if confirmation else 1.0,
         comparisons=comparisons,

@@ -18,7 +18,7 @@ import numpy as np
 
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ACCURACY, BITS_PER_BYTE, BLEU, LOSS
-from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS, LEAST_TEXTS, POWER, TAIL, z_quantile
+from headscan.analysis.store.verdict_limits import MIN_EVIDENCE_TEXTS, MIN_TEXTS_IN_LIMIT, POWER, TAIL, z_quantile
 from headscan.analysis.verdicts.answer_sheets import FinishedArm
 from headscan.analysis.verdicts.paired import Interval, t_quantile
 
@@ -59,7 +59,7 @@ METRICS: Mapping[str, Metric] = {
 
 
 #: Every finite increase is below.
-_LARGEST = sys.float_info.max
+_LARGEST_NUMBER = sys.float_info.max
 #: Resamples of losses.
 _RESAMPLES = 4000
 #: Resamples beyond an effect of which the tail is counted; with fewer it is extrapolated.
@@ -67,14 +67,14 @@ _COUNTED = 10
 #: Standard errors up to this share of a ratio are rounding errors of documents with equal ratios.
 _ROUNDING = 1e-9
 #: Most units that are resampled; of more documents, groups are the units.
-_MOST_UNITS = 1000
+_MAX_UNITS = 1000
 
 
 @dataclass(frozen=True)
 class Increase:
     """Paired difference of a metric, arm minus baseline, with its 95 % interval over independent documents. The
-    interval is unbounded with fewer than `LEAST_TEXTS` documents. If an arm gives a text no probability, the difference
-    and both ends of its interval are one infinity, however few the documents, and the arm loses.
+    interval is unbounded with fewer than `MIN_EVIDENCE_TEXTS` documents. If an arm gives a text no probability, the
+    difference and both ends of its interval are one infinity, however few the documents, and the arm loses.
     """
 
     unit: str
@@ -121,12 +121,16 @@ def judged_losses(metrics: Sequence[TaskMetric]) -> list[TaskMetric]:
     """Return the losses that a verdict counts: nats per token, for which it has a limit, and where only bits per byte
     were measured, those that rise without any limit.
     """
-    of_tokens = {measure.task for measure in metrics if measure.metric == LOSS}
+    tasks_in_tokens = {measure.task for measure in metrics if measure.metric == LOSS}
     return [
         measure
         for measure in metrics
         if measure.metric == LOSS
-        or (measure.metric == BITS_PER_BYTE and measure.task not in of_tokens and exceeds(measure.increase, _LARGEST))
+        or (
+            measure.metric == BITS_PER_BYTE
+            and measure.task not in tasks_in_tokens
+            and exceeds(measure.increase, _LARGEST_NUMBER)
+        )
     ]
 
 
@@ -135,21 +139,27 @@ def exceeds(loss: Increase | None, max_loss: float) -> bool:
     return loss is not None and loss.low > max_loss
 
 
-def enough_texts(loss: Increase, max_loss: float, comparisons: int = 1) -> int | None:
-    """Return the number of texts with which the loss is shown to be within its limit in four of five cases, if this
-    increase and the spread of the texts are the true ones: the interval narrows with the root of their number. At least
-    `LEAST_LOSS_TEXTS`; None if these texts show it; 0 if no number is known to, because the increase itself exceeds the
-    limit. ``comparisons`` is the number of arms or kinds of savings for which the interval is widened.
+def is_within(loss: Increase | None, max_loss: float) -> bool:
+    """Return True if a loss increase is shown to be within the limit, by enough texts."""
+    return loss is not None and loss.high <= max_loss and loss.documents >= MIN_TEXTS_IN_LIMIT
+
+
+def texts_needed(loss: Increase | None, max_loss: float, comparisons: int = 1) -> int | None:
+    """Return the number of texts with which a loss that is not shown to be within its limit is shown to be, in four of
+    five cases, if this increase and the spread of the texts are the true ones: the interval narrows with the root of
+    their number. At least `MIN_TEXTS_IN_LIMIT`; None if no number is known to help, because the increase itself exceeds
+    the limit or is unknown. ``comparisons`` is the number of arms or kinds of savings for which the interval is
+    widened.
     """
-    if loss.high <= max_loss and loss.documents >= LEAST_LOSS_TEXTS:
+    if loss is None:
         return None
     if loss.high <= max_loss or not isfinite(loss.high):
-        return LEAST_LOSS_TEXTS
+        return MIN_TEXTS_IN_LIMIT
     if loss.difference >= max_loss:
-        return 0
+        return None
     spare = 1 + z_quantile(1 - POWER) / z_quantile(TAIL / comparisons)
     needed = loss.documents * (spare * (loss.high - loss.difference) / (max_loss - loss.difference)) ** 2
-    return max(LEAST_LOSS_TEXTS, ceil(needed))
+    return max(MIN_TEXTS_IN_LIMIT, ceil(needed))
 
 
 def rate_increase(
@@ -161,8 +171,8 @@ def rate_increase(
     ``baseline`` and ``arm`` are sums (rows,), ``sizes`` (rows,) their tokens or bytes, and ``documents`` (rows,) their
     documents, within which rows are correlated. The interval is widened for ``comparisons`` arms (Bonferroni).
     """
-    found = estimate_ratio((arm - baseline) * rate.factor, sizes, documents, comparisons=comparisons)
-    return Increase(rate.unit, found.documents, found.ratio, found.low, found.high)
+    change = estimate_ratio((arm - baseline) * rate.factor, sizes, documents, comparisons=comparisons)
+    return Increase(rate.unit, change.documents, change.ratio, change.low, change.high)
 
 
 class RatioEstimate(NamedTuple):
@@ -172,7 +182,7 @@ class RatioEstimate(NamedTuple):
         ratio: Infinite if amounts of one sign are, however few the documents; NaN if amounts of both signs are.
         standard_error: Infinite with one document; NaN if amounts are infinite.
         low, high: 95 % interval: an infinite ratio twice; unbounded if the ratio is NaN, or finite with fewer than
-            `LEAST_TEXTS` documents.
+            `MIN_EVIDENCE_TEXTS` documents.
         p_value: Two-sided, of a ratio of 0: 0 if the ratio is infinite; 1 if the interval is unbounded.
     """
 
@@ -209,10 +219,10 @@ def estimate_ratio(
     documents. If few documents have most of the difference, they are missing from many samples, which no interval
     shows.
 
-    Fewer than `LEAST_TEXTS` documents show nothing: all change in one direction by chance in more than 5 % of cases. If
-    more documents have the same ratio, their spread is unknown, and the p-value is that of the sign test. An infinite
-    amount of one document makes the ratio infinite, and its interval has no width: a mean that can be infinite is.
-    Infinite amounts of both signs show nothing.
+    Fewer than `MIN_EVIDENCE_TEXTS` documents show nothing: all change in one direction by chance in more than 5 % of
+    cases. If more documents have the same ratio, their spread is unknown, and the p-value is that of the sign test. An
+    infinite amount of one document makes the ratio infinite, and its interval has no width: a mean that can be infinite
+    is. Infinite amounts of both signs show nothing.
 
     The interval is widened for ``comparisons`` ratios (Bonferroni); the p-value is that of one.
     """
@@ -223,7 +233,7 @@ def estimate_ratio(
         ratio = float(infinite[0])
         return RatioEstimate(ratio, nan, ratio, ratio, 0.0, count)
     ratio, error, count = ratio_with_error(amounts, sizes, documents)
-    if count < LEAST_TEXTS:
+    if count < MIN_EVIDENCE_TEXTS:
         return RatioEstimate(ratio, error, -inf, inf, 1.0, count)
     if error <= _ROUNDING * abs(ratio):
         return RatioEstimate(ratio, error, ratio, ratio, 1.0 if ratio == 0 else 2 * 0.5**count, count)
@@ -231,8 +241,8 @@ def estimate_ratio(
 
     tail, ratios = TAIL / comparisons, studentised(amounts, sizes, documents)
     # Resamples far above the ratio show how far the truth may be below it, and the other way round.
-    most, least = np.quantile(ratios, [1 - tail, tail], method="inverted_cdf")
-    of_t = t_quantile(tail, count - 1)
+    highest, lowest = np.quantile(ratios, [1 - tail, tail], method="inverted_cdf")
+    student_t = t_quantile(tail, count - 1)
     standard = ratio / error
     one_sided = (
         max(float(stdtr(count - 1, t)), _tail(r, t, count)) for r, t in ((ratios, standard), (-ratios, -standard))
@@ -240,8 +250,8 @@ def estimate_ratio(
     return RatioEstimate(
         ratio,
         error,
-        ratio - max(of_t, float(most)) * error,
-        ratio + max(of_t, -float(least)) * error,
+        ratio - max(student_t, float(highest)) * error,
+        ratio + max(student_t, -float(lowest)) * error,
         min(1.0, 2 * min(one_sided)),
         count,
     )
@@ -267,7 +277,7 @@ def studentised(amounts: np.ndarray, sizes: np.ndarray, documents: np.ndarray) -
     effect, a sample without them has a small standard error and is far from the truth. Resamples show how often (the
     bootstrap-t of Efron 1981; Hall 1988).
     """
-    unit = np.unique(documents, return_inverse=True)[1] % _MOST_UNITS
+    unit = np.unique(documents, return_inverse=True)[1] % _MAX_UNITS
     amount, size = np.bincount(unit, amounts), np.bincount(unit, sizes)
     count = len(size)
     residual = amount - amount.sum() / size.sum() * size
@@ -276,9 +286,9 @@ def studentised(amounts: np.ndarray, sizes: np.ndarray, documents: np.ndarray) -
     error = drawn / drawn_size
     spread = (squares - 2 * error * products + error**2 * size_squares) * count / (count - 1)
     # Rounding leaves a little spread in resamples of equal documents, whose standard error is 0.
-    known = spread > 1e-12 * (residual**2).sum()
+    has_spread = spread > 1e-12 * (residual**2).sum()
     infinite = np.where(drawn == 0, 0.0, np.copysign(inf, drawn))
-    return np.where(known, drawn / np.sqrt(np.where(known, spread, 1.0)), infinite)
+    return np.where(has_spread, drawn / np.sqrt(np.where(has_spread, spread, 1.0)), infinite)
 
 
 def _tail(ratios: np.ndarray, ratio: float, documents: int) -> float:
@@ -338,7 +348,7 @@ def read_metrics(
         metrics[row["arm_id"]].append(
             TaskMetric(row["task"], row["metric"], row["baseline"], row["arm"], increase=increase)
         )
-    return {arm_id: tuple(own) for arm_id, own in metrics.items()}
+    return {arm_id: tuple(arm_metrics) for arm_id, arm_metrics in metrics.items()}
 
 
 def _increases(
@@ -353,7 +363,7 @@ def _increases(
     """Return the increase of a rate by arm id; arms whose documents differ from the baseline's have none. A sum of an
     arm may be infinite: the arm gives a document no probability, and its loss rises without limit.
     """
-    sum_, size = (f"(metrics ->> '$.{metric}[{place}]')::DOUBLE" for place in (0, 1))
+    sum_, size = (f"(metrics ->> '$.{metric}[{index}]')::DOUBLE" for index in (0, 1))
     table = store.query(
         f"SELECT arm_id, coalesce(doc_hash, question::VARCHAR) AS document, {sum_} AS sum, {size} AS size"
         " FROM answers JOIN arms USING (arm_id) WHERE run_id = $1 AND task = $2 AND status = 'finished'"
@@ -362,18 +372,18 @@ def _increases(
     )
     arm_ids = table["arm_id"].to_numpy()
     columns = {name: table[name].to_numpy() for name in ("document", "sum", "size")}
-    of_arm: dict[str, dict[str, np.ndarray]] = {
+    rates: dict[str, dict[str, np.ndarray]] = {
         arm_id: {name: values[arm_ids == arm_id] for name, values in columns.items()} for arm_id in np.unique(arm_ids)
     }
-    base = of_arm.pop(baseline.arm_id, None)
+    base = rates.pop(baseline.arm_id, None)
     if base is None or not _is_rate(base) or np.isinf(base["sum"]).any():
         return {}
     return {
         arm_id: rate_increase(
-            RATES[metric], base["sum"], of_metric["sum"], base["size"], base["document"], comparisons=comparisons
+            RATES[metric], base["sum"], rate["sum"], base["size"], base["document"], comparisons=comparisons
         )
-        for arm_id, of_metric in of_arm.items()
-        if _is_rate(of_metric) and all(np.array_equal(base[name], of_metric[name]) for name in ("document", "size"))
+        for arm_id, rate in rates.items()
+        if _is_rate(rate) and all(np.array_equal(base[name], rate[name]) for name in ("document", "size"))
     }
 
 

@@ -24,7 +24,7 @@ from headscan.analysis.verdicts.decision import Aspect, Outcome
 from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.metrics import Increase, exceeds, read_metrics
 from headscan.analysis.verdicts.paired import PairedDifference
-from headscan.analysis.verdicts.verdict_rows import RecallVerdict
+from headscan.analysis.verdicts.scope_verdicts import RecallVerdict
 from headscan.analysis.verdicts.verdict_words import ArmVerdict, loss_words
 
 
@@ -60,15 +60,15 @@ def read_losses(store: Store, run_id: str, *, comparisons: int = 1) -> dict[str,
     """Return the increase of the loss of ordinary text by arm name, with intervals widened for the comparisons."""
     arms = finished_arms(store, run_id)
     metrics = read_metrics(store, run_id, arms.baseline, comparisons=comparisons)
-    of_text = [
+    text_losses = [
         (arm.name, measure) for arm in arms.others for measure in metrics.get(arm.arm_id, ()) if measure.metric == LOSS
     ]
-    if any(measure.baseline == inf for _, measure in of_text):
+    if any(measure.baseline == inf for _, measure in text_losses):
         raise VerdictError(
             f"the whole model has an infinite loss in run {run_id}, so no increase is known. Use another dtype, or"
             " other texts"
         )
-    losses = {name: measure.increase for name, measure in of_text if measure.increase is not None}
+    losses = {name: measure.increase for name, measure in text_losses if measure.increase is not None}
     if not losses:
         raise VerdictError(f"run {run_id} has 0 arms with a loss (limit 1). Evaluate held-out text, too")
     return losses
@@ -87,9 +87,9 @@ def judge_shares(
     read. The list ends with the first share that is not safe; it is empty if the first share has no answers yet.
     ``max_loss`` is in nats per token.
     """
-    judged: Mapping[str, ArmVerdict] = {}
-    if finished_arms(store, run_id).others:
-        judged = judge(store, run_id, loss_increases=losses, max_loss=max_loss, comparisons=comparisons).by_name
+    judged = judge(
+        store, run_id, loss_increases=losses, max_loss=max_loss, comparisons=comparisons, baseline_alone=True
+    ).by_name
     verdicts: list[ShareVerdict] = []
     for name, share in shares:
         loss = losses.get(name)

@@ -16,10 +16,10 @@ import numpy as np
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.verdict_limits import (
     FEW_DIFFER,
-    LEAST_BASELINE,
-    LEAST_SAFE_TEXTS,
-    LEAST_TEXTS,
     MARGIN,
+    MIN_ABOVE_CHANCE,
+    MIN_EVIDENCE_TEXTS,
+    MIN_SAFE_TEXTS,
     POWER,
     TAIL,
     identical_questions,
@@ -27,7 +27,7 @@ from headscan.analysis.store.verdict_limits import (
 )
 
 #: Shares are clipped to these limits in percent, because a model near chance would make them unbounded.
-_LOWEST, _HIGHEST = -100.0, 200.0
+_MIN_SHARE, _MAX_SHARE = -100.0, 200.0
 
 _DRAWS = 4000
 #: Seed of every resampling: the same answers have the same interval.
@@ -61,7 +61,7 @@ class Interval(NamedTuple):
         return f"{value}{unit} [{low}, {high}]" if self.known else f"{value}{unit}"
 
 
-def retained_share(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: float) -> Interval:
+def retained_share(baseline: np.ndarray, arm: np.ndarray, clusters: np.ndarray, chance: float) -> Interval:
     """Return the share of the baseline's ability above chance that an arm retains, in percent: ``clip(100 * (arm -
     chance) / (baseline - chance), -100, 200)`` of the means over texts. If the baseline is not above chance, the
     number and the upper end are 200, and the lower end is -100.
@@ -75,39 +75,42 @@ def retained_share(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, cha
     For example, if of 400 needles in 100 texts the baseline finds 90 % and the arm 85 %, with 25 % by guessing, the arm
     retains ``100 * (85 - 25) / (90 - 25) = 92.3`` %. With all 20 losses in five texts the interval is 83 to 100 %.
 
-    ``baseline`` and ``arm`` are (questions,) of 0 to 1, ``texts`` (questions,) is the text of each question, and
+    ``baseline`` and ``arm`` are (questions,) of 0 to 1, ``clusters`` (questions,) is the text of each question, and
     ``chance`` is in percent.
     """
-    text = np.unique(texts, return_inverse=True)[1]
-    sizes = np.bincount(text)
-    # (2, texts): accuracy of the baseline and of the arm in each text, above chance.
-    ability = np.stack([np.bincount(text, answers) / sizes for answers in (baseline, arm)]) - chance / 100
-    weights = _text_weights(len(sizes))
-    known, unknown = weights[:, 1:] @ ability.T, weights[:, :1]
+    cluster = np.unique(clusters, return_inverse=True)[1]
+    sizes = np.bincount(cluster)
+    # (2, clusters): accuracy of the baseline and of the arm in each text, above chance.
+    ability = np.stack([np.bincount(cluster, answers) / sizes for answers in (baseline, arm)]) - chance / 100
+    weights = _cluster_weights(len(sizes))
+    measured, added_weight = weights[:, 1:] @ ability.T, weights[:, :1]
     worst, best = np.array([1.0, 0.0]) - chance / 100, np.array([0.0, 1.0]) - chance / 100
-    lows, highs = _shares(known + unknown * worst, _LOWEST), _shares(known + unknown * best, _HIGHEST)
-    identical = _shares(known[:, [0, 0]] + unknown * worst, _LOWEST)
+    lows = _shares(measured + added_weight * worst, _MIN_SHARE)
+    highs = _shares(measured + added_weight * best, _MAX_SHARE)
+    identical = _shares(measured[:, [0, 0]] + added_weight * worst, _MIN_SHARE)
     return Interval(
-        value=float(_shares(ability.mean(axis=1)[None], _HIGHEST)[0]),
+        value=float(_shares(ability.mean(axis=1)[None], _MAX_SHARE)[0]),
         low=float(min(np.quantile(lows, TAIL), np.quantile(identical, TAIL))),
         high=float(np.quantile(highs, 1 - TAIL)),
     )
 
 
 @lru_cache(maxsize=8)
-def _text_weights(texts: int) -> np.ndarray:
-    """Return exponential weights (draws, 1 + texts): of one added text, and of all others."""
-    weights = np.random.default_rng(_SEED).standard_exponential((_DRAWS, texts + 1))
+def _cluster_weights(clusters: int) -> np.ndarray:
+    """Return exponential weights (draws, 1 + clusters): of one added text, and of all others."""
+    weights = np.random.default_rng(_SEED).standard_exponential((_DRAWS, clusters + 1))
     weights.flags.writeable = False
     return weights
 
 
-def _shares(ability: np.ndarray, without: float) -> np.ndarray:
-    """Return ``clip(100 * arm / baseline, -100, 200)`` for ``ability`` (draws, 2); ``without`` if ``baseline <= 0``."""
+def _shares(ability: np.ndarray, otherwise: float) -> np.ndarray:
+    """Return ``clip(100 * arm / baseline, -100, 200)`` for ``ability`` (draws, 2), and ``otherwise`` where the baseline
+    is not above 0.
+    """
     baseline, arm = ability.T
     able = baseline > 0
-    shares = np.full(len(ability), without)
-    shares[able] = np.clip(100 * arm[able] / baseline[able], _LOWEST, _HIGHEST)
+    shares = np.full(len(ability), otherwise)
+    shares[able] = np.clip(100 * arm[able] / baseline[able], _MIN_SHARE, _MAX_SHARE)
     return shares
 
 
@@ -121,7 +124,8 @@ class PairedDifference:
     Attributes:
         baseline: Accuracy in percent, as ``arm``.
         difference: Arm minus baseline in percentage points.
-        texts: Number of independent texts: questions of one text, such as the two forms of a question, are correlated.
+        texts: Number of independent clusters of questions: those on one text, such as the two forms of a question, are
+            correlated.
         low: Lower end of the 95 % interval of the difference: the wider one of Student's t and of a bootstrap with t
             quantiles; if few answers differ, the score test counts if it is wider.
         gained: Number of questions where the arm is better; ``lost`` where it is worse.
@@ -154,17 +158,19 @@ class PairedDifference:
 
     @property
     def above_chance(self) -> bool:
-        """True if ``baseline - chance >= LEAST_BASELINE`` and `wilson_low` exceeds ``chance``; unknown counts as 0."""
+        """True if the baseline is at least `MIN_ABOVE_CHANCE` points above chance, and `wilson_low` exceeds chance;
+        unknown chance counts as 0.
+        """
         chance = self.chance or 0.0
         by_chance = 100 * wilson_low(round(self.baseline / 100 * self.texts), self.texts) <= chance
-        return self.baseline - chance >= LEAST_BASELINE and not (chance and by_chance)
+        return self.baseline - chance >= MIN_ABOVE_CHANCE and not (chance and by_chance)
 
     @property
     def can_show_safety(self) -> bool:
         """True if so many texts, with as many right answers of the baseline, could show that nothing is lost: with
-        `LEAST_SAFE_TEXTS` texts, answers that do not differ do.
+        `MIN_SAFE_TEXTS` texts, answers that do not differ do.
         """
-        return self.texts >= LEAST_SAFE_TEXTS and self.above_chance
+        return self.texts >= MIN_SAFE_TEXTS and self.above_chance
 
     @property
     def shows_loss(self) -> bool:
@@ -177,7 +183,8 @@ class PairedDifference:
         return few_differ(self.texts_differ)
 
     def questions_needed(self, comparisons: int = 1) -> int:
-        """Return the number of questions that would show an arm without loss to be removable, in four of five cases.
+        """Return the number of questions that would show an arm without loss to be removable, in four of five cases;
+        these may be enough.
 
         The arm is assumed to change as many answers as this one, in both directions alike: the more it changes, the
         more questions are needed. For example, with one question per text and one comparison, an arm that changes 10 %
@@ -197,9 +204,9 @@ class PairedDifference:
         return self.interval.stretched(t_quantile(TAIL / comparisons, freedom) / t_quantile(TAIL, freedom))
 
 
-def few_differ(texts: float) -> bool:
+def few_differ(differing_clusters: float) -> bool:
     """Return True if a number of differing texts is so small that they are rare events."""
-    return texts < FEW_DIFFER
+    return differing_clusters < FEW_DIFFER
 
 
 def enough_questions(changed: float, comparisons: int = 1) -> int:
@@ -221,9 +228,9 @@ def about(number: float) -> str:
     return f"{ceil(number / unit - 1e-9) * unit:,}"
 
 
-def shows_loss(high: float, texts: int) -> bool:
-    """Return True if an upper end, in points, is below -`MARGIN` on at least `LEAST_TEXTS` independent texts."""
-    return high < -MARGIN and texts >= LEAST_TEXTS
+def shows_loss(high: float, clusters: int) -> bool:
+    """Return True if an upper end, in points, is below -`MARGIN` on at least `MIN_EVIDENCE_TEXTS` independent texts."""
+    return high < -MARGIN and clusters >= MIN_EVIDENCE_TEXTS
 
 
 def wilson_low(right: int, questions: int) -> float:
@@ -243,98 +250,100 @@ def t_quantile(tail: float, freedom: int) -> float:
 
 
 class _Stratum(NamedTuple):
-    """Differences of one stratum: ``texts`` (texts, 2) holds each text's sum of differences and number of questions."""
+    """Differences of one stratum: ``clusters`` (clusters, 2) holds each one's sum of differences and number of
+    questions.
+    """
 
-    texts: np.ndarray
+    clusters: np.ndarray
     questions: int
 
     @property
     def variance(self) -> float:
-        """Variance of the sum of the differences, linearised for texts of different sizes."""
-        count, (total, questions) = len(self.texts), self.texts.sum(axis=0)
-        residuals = self.texts[:, 0] - total / questions * self.texts[:, 1]
+        """Variance of the sum of the differences, linearised for clusters of different sizes."""
+        count, (total, questions) = len(self.clusters), self.clusters.sum(axis=0)
+        residuals = self.clusters[:, 0] - total / questions * self.clusters[:, 1]
         return float((residuals**2).sum()) * count / (count - 1)
 
 
 class Sampling:
-    """How questions fall into strata and texts, which is the same for every arm.
+    """How questions fall into strata and clusters, which is the same for every arm.
 
     Args:
         strata: (questions,) task of each question; the bootstrap draws within tasks. None treats all as one task.
-        texts: (questions,) number of each question's text within its task; the bootstrap draws whole texts, whose
-            questions are correlated. None gives each question its own text.
+        clusters: (questions,) number of each question's cluster within its task, such as its text; the bootstrap draws
+            whole clusters, whose questions are correlated. None makes each question a cluster.
 
     Attributes:
-        text: (questions,) index of the text of each question.
-        sizes: (texts,) number of questions of each text.
+        cluster: (questions,) index of the cluster of each question.
+        sizes: (clusters,) number of questions of each cluster.
     """
 
-    def __init__(self, count: int, strata: np.ndarray | None = None, texts: np.ndarray | None = None) -> None:
-        for grouping in (strata, texts):
+    def __init__(self, count: int, strata: np.ndarray | None = None, clusters: np.ndarray | None = None) -> None:
+        for grouping in (strata, clusters):
             if grouping is not None and len(grouping) != count:
                 raise VerdictError(
                     f"cannot pair {count} answers with the tasks or texts of {len(grouping)} questions. Name one for"
                     " each question"
                 )
         self.count = count
-        groups = np.zeros(count, int) if strata is None else np.unique(strata, return_inverse=True)[1]
-        numbers = np.arange(count) if texts is None else np.unique(texts, return_inverse=True)[1]
-        distinct, text = np.unique(groups * count + numbers, return_inverse=True)
-        self.text, self.sizes = text, np.bincount(text)
-        # Strata of one text are pooled; a single one joins the largest.
-        sizes = np.bincount(distinct // max(1, count))
-        alone = sizes == 1
-        pool = int(sizes.argmax()) if alone.sum() == 1 else -1
-        groups = np.where(alone[groups], pool, groups)
-        # Of each stratum: its questions by index, the text of each, and the number of questions of each text.
+        stratum = np.zeros(count, int) if strata is None else np.unique(strata, return_inverse=True)[1]
+        numbers = np.arange(count) if clusters is None else np.unique(clusters, return_inverse=True)[1]
+        distinct, cluster = np.unique(stratum * count + numbers, return_inverse=True)
+        self.cluster, self.sizes = cluster, np.bincount(cluster)
+        # Strata of one cluster are pooled; a single one joins the largest.
+        stratum_sizes = np.bincount(distinct // max(1, count))
+        alone = stratum_sizes == 1
+        pool = int(stratum_sizes.argmax()) if alone.sum() == 1 else -1
+        stratum = np.where(alone[stratum], pool, stratum)
+        # Of each stratum: its questions by index, the cluster of each, and the number of questions of each cluster.
         self._members: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        for group in np.unique(groups):
-            members = np.flatnonzero(groups == group)
-            inside = np.unique(text[members], return_inverse=True)[1]
-            self._members.append((members, inside, np.bincount(inside)))
+        for number in np.unique(stratum):
+            members = np.flatnonzero(stratum == number)
+            member_cluster = np.unique(cluster[members], return_inverse=True)[1]
+            self._members.append((members, member_cluster, np.bincount(member_cluster)))
 
     def strata(self, delta: np.ndarray) -> list[_Stratum]:
         """Return the strata of differences (questions,)."""
         return [
-            _Stratum(np.stack([np.bincount(text, delta[questions]), sizes], axis=1), len(questions))
-            for questions, text, sizes in self._members
+            _Stratum(np.stack([np.bincount(cluster, delta[questions]), sizes], axis=1), len(questions))
+            for questions, cluster, sizes in self._members
         ]
 
     def standard_error(self, delta: np.ndarray) -> float:
-        """Return the standard error of the mean of differences (questions,); infinite with one text."""
+        """Return the standard error of the mean of differences (questions,); infinite with one cluster."""
         strata = self.strata(delta)
-        if any(len(stratum.texts) < 2 for stratum in strata):
+        if any(len(stratum.clusters) < 2 for stratum in strata):
             return inf
         return sqrt(sum(stratum.variance for stratum in strata)) / self.count
 
 
 def resampled_interval(strata: list[_Stratum], resamples: int) -> tuple[float, float, int]:
     """Return the 95 % interval of a mean and its degrees of freedom. Each end is the wider one of Student's t and of a
-    bootstrap of texts.
+    bootstrap of clusters.
 
-    A percentile interval is too narrow with few texts: of two texts it holds the mean in half of the cases. Its ends
-    are therefore moved out by the ratio of the t quantile to the normal one, and the t interval counts where it is
-    wider. The degrees of freedom are Satterthwaite's. The mean of one text has no interval but -1 to 1.
+    A percentile interval is too narrow with few clusters: of two it holds the mean in half of the cases. Its ends are
+    therefore moved out by the ratio of the t quantile to the normal one, and the t interval counts where it is wider.
+    The degrees of freedom are Satterthwaite's. The mean of one cluster has no interval but -1 to 1.
     """
     count = sum(stratum.questions for stratum in strata)
-    observed = sum(stratum.texts[:, 0].sum() for stratum in strata) / count
-    if any(len(stratum.texts) < 2 for stratum in strata):  # there is one text in all
+    observed = sum(stratum.clusters[:, 0].sum() for stratum in strata) / count
+    if any(len(stratum.clusters) < 2 for stratum in strata):  # there is one cluster in all
         return -1.0, 1.0, 1
-    freedoms = np.array([len(stratum.texts) - 1 for stratum in strata])
+    freedoms = np.array([len(stratum.clusters) - 1 for stratum in strata])
     variances = np.array([stratum.variance for stratum in strata])
     freedom = variances.sum() ** 2 / (variances**2 / freedoms).sum() if variances.any() else freedoms.sum()
-    whole = max(1, floor(freedom + 1e-9))  # one stratum has exactly its own, in spite of rounding
-    quantile = t_quantile(TAIL, whole)
+    whole_freedom = max(1, floor(freedom + 1e-9))  # one stratum has exactly its own, in spite of rounding
+    quantile = t_quantile(TAIL, whole_freedom)
     half = quantile * sqrt(variances.sum()) / count
-    low, high = percentiles(tuple(_text_counts(stratum) for stratum in strata), resamples)
-    wider = quantile / _Z
-    below, above = max(half, wider * (observed - low)), max(half, wider * (high - observed))
-    return float(max(-1.0, observed - below)), float(min(1.0, observed + above)), whole
+    low, high = percentiles(tuple(_cluster_counts(stratum) for stratum in strata), resamples)
+    t_to_normal = quantile / _Z
+    below, above = max(half, t_to_normal * (observed - low)), max(half, t_to_normal * (high - observed))
+    return float(max(-1.0, observed - below)), float(min(1.0, observed + above)), whole_freedom
 
 
-class _TextCounts(NamedTuple):
-    """The distinct texts of a stratum, each a sum of differences and a number of questions, and how many there are of
-    each. Equal texts are interchangeable, so one multinomial draw over these replaces drawing texts one by one.
+class _ClusterCounts(NamedTuple):
+    """The distinct clusters of a stratum, each a sum of differences and a number of questions, and how many there are
+    of each. Equal ones are interchangeable, so one multinomial draw over these replaces drawing them one by one.
     """
 
     kinds: tuple[tuple[float, float], ...]
@@ -342,44 +351,44 @@ class _TextCounts(NamedTuple):
     questions: int
 
 
-def _text_counts(stratum: _Stratum) -> _TextCounts:
-    texts = stratum.texts
-    if (texts[:, 1] == 1).all():
+def _cluster_counts(stratum: _Stratum) -> _ClusterCounts:
+    clusters = stratum.clusters
+    if (clusters[:, 1] == 1).all():
         # np.unique is far faster on one column.
-        values, counts = np.unique(texts[:, 0], return_counts=True)
+        values, counts = np.unique(clusters[:, 0], return_counts=True)
         kinds = tuple((value, 1.0) for value in values.tolist())
     else:
-        rows, counts = np.unique(texts, axis=0, return_counts=True)
+        rows, counts = np.unique(clusters, axis=0, return_counts=True)
         kinds = tuple(map(tuple, rows.tolist()))
-    return _TextCounts(kinds, tuple(counts.tolist()), stratum.questions)
+    return _ClusterCounts(kinds, tuple(counts.tolist()), stratum.questions)
 
 
 @lru_cache(maxsize=1 << 14)
-def percentiles(strata: tuple[_TextCounts, ...], resamples: int) -> tuple[float, float]:
+def percentiles(strata: tuple[_ClusterCounts, ...], resamples: int) -> tuple[float, float]:
     """Return the 2.5 % and 97.5 % quantiles of a mean over bootstrap samples.
 
-    Each stratum draws n - 1 of its n texts: drawing n would make the variance too small by the factor (n - 1) / n (Rao
-    and Wu 1988), which matters in strata with few texts.
+    Each stratum draws n - 1 of its n clusters: drawing n would make the variance too small by the factor (n - 1) / n
+    (Rao and Wu 1988), which matters in strata with few clusters.
     """
     rng = np.random.default_rng(_SEED)
     total = np.zeros(resamples)
     for stratum in strata:
-        texts = sum(stratum.counts)
-        shares = np.array(stratum.counts) / texts
-        sums = rng.multinomial(texts - 1, shares, size=resamples) @ np.array(stratum.kinds)
+        clusters = sum(stratum.counts)
+        shares = np.array(stratum.counts) / clusters
+        sums = rng.multinomial(clusters - 1, shares, size=resamples) @ np.array(stratum.kinds)
         total += stratum.questions * sums[:, 0] / sums[:, 1]
     low, high = np.quantile(total / sum(stratum.questions for stratum in strata), [TAIL, 1 - TAIL])
     return float(low), float(high)
 
 
 def _rare_low(delta: np.ndarray, sampling: Sampling) -> float:
-    """Return the lower end of the score interval of the mean of ``delta`` (questions,), -1 to 1, by texts.
+    """Return the lower end of the score interval of the mean of ``delta`` (questions,), -1 to 1, by clusters.
 
-    The unit is the largest text, gained or lost as a whole: what few texts show is not more certain if each is asked
-    in two forms. A smaller text, a part of one, or partial credit counts as that fraction of a unit. Fractions make the
-    interval wider than necessary, because their variance is smaller than that of whole units with the same mean.
+    The unit is the largest cluster, gained or lost as a whole: what few texts show is not more certain if each is asked
+    in two forms. A smaller cluster, a part of one, or partial credit counts as that fraction of a unit. Fractions make
+    the interval wider than necessary, because their variance is smaller than that of whole units with the same mean.
     """
-    changes = np.bincount(sampling.text, delta) / sampling.sizes.max()
+    changes = np.bincount(sampling.cluster, delta) / sampling.sizes.max()
     gained, lost = float(changes[changes > 0].sum()), float(-changes[changes < 0].sum())
     return score_interval(gained, lost, sampling.count / int(sampling.sizes.max()))[0]
 
@@ -441,16 +450,16 @@ def compare(
     delta = arm - baseline
     gained, lost = int((delta > 0).sum()), int((delta < 0).sum())
     # Sums of partial credit that cancel leave a rounding error.
-    of_text = np.bincount(sampling.text, delta).round(12)
+    cluster_changes = np.bincount(sampling.cluster, delta).round(12)
     low, high, freedom = resampled_interval(sampling.strata(delta), resamples)
-    texts_differ = int(np.count_nonzero(np.bincount(sampling.text, delta != 0)))
-    whole = bool(((delta == 0) | (np.abs(delta) == 1)).all())
+    clusters_differ = int(np.count_nonzero(np.bincount(sampling.cluster, delta != 0)))
+    without_credit = bool(((delta == 0) | (np.abs(delta) == 1)).all())
     # Partial credit that differs on most texts is no rare event: differences have many values, however few they are.
-    if few_differ(texts_differ) and (whole or 2 * texts_differ <= len(sampling.sizes)):
+    if few_differ(clusters_differ) and (without_credit or 2 * clusters_differ <= len(sampling.sizes)):
         low = min(low, _rare_low(delta, sampling))
     # The bootstrap's upper end is wide enough for correlated questions and for partial credit: losses that few texts
     # hide only lower it.
-    if few_differ(texts_differ) and whole:
+    if few_differ(clusters_differ) and without_credit:
         high = max(high, score_interval(gained, lost, len(delta))[1])
     return PairedDifference(
         questions=len(delta),
@@ -462,7 +471,7 @@ def compare(
         high=100 * high,
         gained=gained,
         lost=lost,
-        p_value=_mcnemar(int((of_text > 0).sum()), int((of_text < 0).sum())),
-        texts_differ=texts_differ,
+        p_value=_mcnemar(int((cluster_changes > 0).sum()), int((cluster_changes < 0).sum())),
+        texts_differ=clusters_differ,
         degrees_of_freedom=freedom,
     )

@@ -17,8 +17,10 @@ def verdict_text(arms: Iterable[ArmVerdict]) -> str:
     ``--json`` and the report have sentences with all numbers instead.
     """
     judged = [arm for arm in arms if not arm.is_control]
-    parts = [_whole_model(judged[0]), text_table(_rows(judged)), verdict_notes(judged)] if judged else []
-    return "\n\n".join(filter(None, parts))
+    if not judged:
+        return ""
+    paragraphs = [_whole_model(judged[0]), text_table(_rows(judged)), verdict_notes(judged)]
+    return "\n\n".join(filter(None, paragraphs))
 
 
 def verdict_html(arms: Iterable[ArmVerdict]) -> str:
@@ -35,8 +37,8 @@ def verdict_notes(arms: Sequence[ArmVerdict]) -> str:
     notes = [(arm.name, [*([] if arm.accuracy is None else [arm.why]), *arm.other_metrics]) for arm in arms]
     lines = "\n".join(f"{name}: {'; '.join(filter(None, parts))}" for name, parts in notes if any(parts))
     judged = [arm for arm in arms if arm.accuracy is not None]
-    of_text = (arm.max_loss for arm in judged for measure in arm.metrics if measure.metric == LOSS)
-    limits = limits_words(next(of_text, None)) if judged else ""
+    loss_limits = (arm.max_loss for arm in judged for measure in arm.metrics if measure.metric == LOSS)
+    limits = limits_words(next(loss_limits, None)) if judged else ""
     return "\n\n".join(filter(None, [lines, limits]))
 
 

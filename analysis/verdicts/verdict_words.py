@@ -7,12 +7,12 @@ from math import isfinite
 
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.tables import BITS_PER_BYTE, LOSS
-from headscan.analysis.store.verdict_limits import LEAST_RETAINED, MARGIN
+from headscan.analysis.store.verdict_limits import MARGIN, MIN_RETAINED
 from headscan.analysis.verdicts.controls import loss_increase
 from headscan.analysis.verdicts.decision import ArmResults, Aspect
 from headscan.analysis.verdicts.metrics import RATES, Increase, metric_words
 from headscan.analysis.verdicts.paired import about
-from headscan.analysis.verdicts.verdict_rows import TaskVerdict, least_visible_loss
+from headscan.analysis.verdicts.scope_verdicts import TaskVerdict, least_visible_loss
 
 #: The claim that an arm tests, by what replaces its heads; zero tests whether they are removable.
 CLAIMS = {"mean": "constant", "resample": "independent of the input"}
@@ -20,7 +20,7 @@ CLAIMS = {"mean": "constant", "resample": "independent of the input"}
 REPLACED = {"mean": "replaced by their means", "resample": "replaced by their outputs on other texts"}
 
 #: Maximum number of lost tasks in a sentence; the store has all of them.
-_MOST_NAMED = 3
+_MAX_NAMED_TASKS = 3
 
 
 class ArmVerdict(ArmResults):
@@ -29,8 +29,8 @@ class ArmVerdict(ArmResults):
     @property
     def why(self) -> str:
         """Losses, or missing evidence, in a few words; empty if the arm is safe and its recall is known."""
-        if lost := self.decision.lost:
-            return " and ".join(_loss(self, aspect) for aspect in lost)
+        if self.decision.lost:
+            return " and ".join(_loss(self, aspect) for aspect in self.decision.lost)
         gaps = [_gap(self, gap.aspect) for gap in self.decision.gaps]
         return "; ".join(filter(None, [*gaps, _questions_missing(self), self.recall_unknown]))
 
@@ -39,22 +39,24 @@ class ArmVerdict(ArmResults):
         """What of recall these questions cannot judge, and why; empty if they judge every family."""
         if not self.unjudged_recall:
             return ""
+        if not self.recall:
+            return f"{self.unjudged_recall} is unknown: it was not asked"
         several = len(self.recall) - len(self.judged_recall) > 1
-        why = f"the model itself does not solve {'these tasks' if several else 'this task'}"
-        return f"{self.unjudged_recall} is unknown: {why if self.recall else 'it was not asked'}"
+        tasks = "these tasks" if several else "this task"
+        return f"{self.unjudged_recall} is unknown: the model itself does not solve {tasks}"
 
     @property
     def other_metrics(self) -> list[str]:
         """Measures in words, without the loss that `value` returns."""
         loss = loss_increase(self.metrics)
-        shown = {each.task for each in self.metrics if loss is not None and each.increase is loss}
+        loss_tasks = {each.task for each in self.metrics if loss is not None and each.increase is loss}
         return metric_words(
-            [each for each in self.metrics if not (each.task in shown and each.metric in (LOSS, BITS_PER_BYTE))]
+            [each for each in self.metrics if not (each.task in loss_tasks and each.metric in (LOSS, BITS_PER_BYTE))]
         )
 
     def sentence(self) -> str:
         """Return the verdict on the arm with its numbers."""
-        return f"{self.name}{_size(self)}: {'. '.join(filter(None, _parts(self)))}."
+        return f"{self.name}{_size(self)}: {'. '.join(filter(None, _sentences(self)))}."
 
 
 def _loss(arm: ArmResults, aspect: Aspect) -> str:
@@ -91,19 +93,19 @@ def _gap(arm: ArmResults, aspect: Aspect) -> str:
     """
     if aspect is Aspect.TEXT:
         return "; ".join(
-            f"needs about {about(needed)} texts: {_text_gap(arm, each.increase, needed)}"
-            if needed
-            else _text_gap(arm, each.increase, needed)
+            _text_gap(arm, each.increase, needed)
+            if needed is None
+            else f"needs about {about(needed)} texts: {_text_gap(arm, each.increase, needed)}"
             for each, needed in arm.open_texts.items()
         )
     if aspect is Aspect.ACCURACY:
         if not arm.paired.above_chance:
             return "the model itself is at or near chance on these questions"
-        return "" if arm.questions_needed else "may lose more than one point"
+        return "may lose more than one point" if arm.questions_needed is None else ""
     if not arm.paired.above_chance:
         return ""
-    open_families = (each for each in arm.open_recall if not each.questions_needed)
-    return "; ".join(f"may lose {each.family} (keeps {each.share_words()})" for each in open_families)
+    families = (each for each in arm.open_recall if each.questions_needed is None)
+    return "; ".join(f"may lose {each.family} (keeps {each.share_words()})" for each in families)
 
 
 def _questions_missing(arm: ArmResults) -> str:
@@ -111,9 +113,10 @@ def _questions_missing(arm: ArmResults) -> str:
     if not arm.paired.above_chance:
         return ""
     needed = []
-    if arm.questions_needed and any(gap.aspect is Aspect.ACCURACY for gap in arm.decision.gaps):
+    lacks_accuracy = any(gap.aspect is Aspect.ACCURACY for gap in arm.decision.gaps)
+    if arm.questions_needed is not None and lacks_accuracy:
         needed.append(f"{about(arm.questions_needed)} questions")
-    families = [each for each in arm.open_recall if each.questions_needed]
+    families = [each for each in arm.open_recall if each.questions_needed is not None]
     needed += [f"{each.questions_needed:,} {each.family} questions" for each in families]
     return f"needs about {' and '.join(needed)}" if needed else ""
 
@@ -122,7 +125,8 @@ def _gap_clause(arm: ArmResults, aspect: Aspect) -> str:
     """Return missing evidence in words that follow "not shown to be removable"."""
     if aspect is Aspect.TEXT:
         return " and ".join(
-            _text_gap(arm, each.increase, needed) + (f"; about {about(needed)} texts are needed" if needed else "")
+            _text_gap(arm, each.increase, needed)
+            + ("" if needed is None else f"; about {about(needed)} texts are needed")
             for each, needed in arm.open_texts.items()
         )
     if aspect is Aspect.ACCURACY:
@@ -130,7 +134,7 @@ def _gap_clause(arm: ArmResults, aspect: Aspect) -> str:
     needed_words = "".join(
         f"; about {each.questions_needed:,} {each.family} questions are needed"
         for each in arm.open_recall
-        if each.questions_needed
+        if each.questions_needed is not None
     )
     return f"recall is not shown to be kept ({arm.recall_open}{needed_words})"
 
@@ -147,18 +151,18 @@ def _accuracy_gap(arm: ArmResults) -> str:
     )
 
 
-def _text_gap(arm: ArmResults, loss: Increase | None, needed: int) -> str:
-    """Return why a loss is not shown to be within its limit; ``needed`` is `enough_texts`."""
+def _text_gap(arm: ArmResults, loss: Increase | None, needed: int | None) -> str:
+    """Return why a loss is not shown to be within its limit; ``needed`` is `texts_needed`."""
     if loss is None:
         return "the loss of text cannot be compared with that of the model itself"
     limit = arm.max_loss
-    if needed and (loss.high <= limit or not isfinite(loss.high)):
-        of = f"{loss.documents:,} text{'s' * (loss.documents != 1)}"
-        return f"{of} cannot show that the loss rises by at most {limit:g} nats per token"
-    found = f"the loss may rise by {loss.high:.3g} nats per token (limit {limit:g})"
-    if needed:
-        return found
-    return f"{found}, and more texts do not help: the estimate itself is {loss.difference:+.3g}"
+    if needed is not None and (loss.high <= limit or not isfinite(loss.high)):
+        texts = f"{loss.documents:,} text{'s' * (loss.documents != 1)}"
+        return f"{texts} cannot show that the loss rises by at most {limit:g} nats per token"
+    rise = f"the loss may rise by {loss.high:.3g} nats per token (limit {limit:g})"
+    if needed is not None:
+        return rise
+    return f"{rise}, and more texts do not help: the estimate itself is {loss.difference:+.3g}"
 
 
 def loss_words(loss: Increase, max_loss: float) -> str:
@@ -184,19 +188,19 @@ def _size(arm: ArmResults) -> str:
     return f" ({arm.size:.1%} of heads removed{remain})"
 
 
-def _parts(arm: ArmResults) -> list[str]:
+def _sentences(arm: ArmResults) -> list[str]:
     """Return the sentences after the arm's name; empty ones are skipped."""
     metrics = [f"Measured {each}" for each in metric_words(arm.metrics)]
     controls = [each.words() for each in arm.pruned_controls]
     if arm.accuracy is None:
-        shown = [Aspect.TEXT] * bool(arm.text_losses) + [Aspect.RECALL] * bool(arm.recall_lost)
-        lost = f"It {' and '.join(_loss_clause(arm, aspect) for aspect in shown)}" if shown else ""
-        return ["no task has right answers to count", *metrics, lost, _recall_words(arm), *controls]
-    p = arm.accuracy
+        aspects = [Aspect.TEXT] * bool(arm.text_losses) + [Aspect.RECALL] * bool(arm.recall_lost)
+        losses = f"It {' and '.join(_loss_clause(arm, aspect) for aspect in aspects)}" if aspects else ""
+        return ["no task has right answers to count", *metrics, losses, _recall_words(arm), *controls]
+    accuracy = arm.accuracy
     return [
         _conclusion(arm),
-        f"Accuracy {p.arm:.2f} % against {p.baseline:.2f} % on {p.questions} questions:"
-        f" {p.interval.words(unit=' points')}, p = {p.p_value:.3g}",
+        f"Accuracy {accuracy.arm:.2f} % against {accuracy.baseline:.2f} % on {accuracy.questions} questions:"
+        f" {accuracy.interval.words(unit=' points')}, p = {accuracy.p_value:.3g}",
         *metrics,
         _worst_task(arm),
         _tasks_at_chance(arm),
@@ -214,7 +218,7 @@ def _recall_words(arm: ArmResults) -> str:
     left = ", ".join(each.words() for each in arm.judged_recall)
     return (
         f"Recall left, where 100 % is what the whole model does beyond guessing: {left}"
-        f" (95 % intervals; kept if at least {LEAST_RETAINED:.0f} % is shown to be left, and no loss of more than"
+        f" (95 % intervals; kept if at least {MIN_RETAINED:.0f} % is shown to be left, and no loss of more than"
         f" {MARGIN:.0f} point of the answers is shown)"
     )
 
@@ -240,8 +244,8 @@ def _conclusion(arm: ArmResults) -> str:
 
 
 def _questions_words(arm: ArmResults) -> str:
-    """Return the number of questions that an arm without loss needs; empty if they are enough."""
-    if not arm.questions_needed:
+    """Return the number of questions that an arm without loss needs; empty if no larger number is known to help."""
+    if arm.questions_needed is None:
         return ""
     paired, half = arm.paired, " in a sweep, where half of them judge" if arm.judging_share < 1 else ""
     changed = 100 * (paired.gained + paired.lost) / paired.questions
@@ -274,6 +278,6 @@ def _tasks_at_chance(arm: ArmResults) -> str:
 
 def _names(tasks: Sequence[TaskVerdict]) -> str:
     """Return the names of the first tasks and the number of others."""
-    more = len(tasks) - _MOST_NAMED
-    others = f" and {more} other task{'s' * (more > 1)}" if more > 0 else ""
-    return ", ".join(task.task for task in tasks[:_MOST_NAMED]) + others
+    unnamed = len(tasks) - _MAX_NAMED_TASKS
+    others = f" and {unnamed} other task{'s' * (unnamed > 1)}" if unnamed > 0 else ""
+    return ", ".join(task.task for task in tasks[:_MAX_NAMED_TASKS]) + others

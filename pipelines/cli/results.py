@@ -65,10 +65,12 @@ def arm_row(arm: ArmVerdict) -> dict[str, Any]:
         "outcome": arm.outcome if judged else None,
         "label": arm.label if judged else None,
         "why": arm.why if judged else None,
-        "accuracy": None if accuracy is None else {k: v for k, v in asdict(accuracy).items() if k != "retained"},
+        "accuracy": None
+        if accuracy is None
+        else {name: value for name, value in asdict(accuracy).items() if name != "retained"},
         "recall": [
-            {**asdict(each), "failed": each.failed, "kept": each.kept, "informative": each.informative}
-            for each in arm.recall
+            {**asdict(family), "failed": family.failed, "kept": family.kept, "informative": family.informative}
+            for family in arm.recall
         ],
         "recall_unknown": arm.recall_unknown or None,
         "measures": [asdict(measure) for measure in arm.metrics],

@@ -78,7 +78,7 @@ class Sweep(TaskVerb):
 
 
 def curves_text(curves: Sequence[Curve]) -> str:
-    from headscan.analysis.store.verdict_limits import LEAST_BASELINE, LEAST_SAFE_TEXTS
+    from headscan.analysis.store.verdict_limits import MIN_ABOVE_CHANCE, MIN_SAFE_TEXTS
     from headscan.analysis.text_tables import text_table
 
     rows = []
@@ -108,8 +108,8 @@ def curves_text(curves: Sequence[Curve]) -> str:
         "removable: the largest share of heads at which the curve, straight between the tested shares, is within one\n"
         "point of the baseline. strictly: the largest tested share such that it and all smaller ones pass: the lower\n"
         "end of the interval is above -1 point and no recall is lost. strictly is empty with fewer than"
-        f" {LEAST_SAFE_TEXTS} questions,\n"
-        f"or if the model is right on less than {LEAST_BASELINE:g} % of them. Both use all {questions:,} questions and"
-        " are not corrected\n"
+        f" {MIN_SAFE_TEXTS} questions,\n"
+        f"or if the model is right on less than {MIN_ABOVE_CHANCE:g} % of them. Both use all {questions:,} questions"
+        " and are not corrected\n"
         f"for comparing {len(curves)} curves.\n\n" + text_table(rows)
     )

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headscan.analysis.heads.head_roles import find_mask
-from headscan.analysis.verdicts.answer_sheets import finished_arms
-from headscan.analysis.verdicts.judge import Verdict, judge
 from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
@@ -56,10 +54,3 @@ def _scored_arms(run: Run, chosen: ChosenArms, ranking_run: str | None, replacem
     if chosen.rule:
         arms += rules_by_score(run.store, ranking_run, chosen.criterion, [chosen.share], replacement)
     return arms
-
-
-def judge_evaluation(run: Run, run_id: str, max_loss: float) -> Verdict:
-    """Judge every finished arm of an evaluation; a verdict on the baseline alone has no arms."""
-    if not finished_arms(run.store, run_id).others:
-        return Verdict(run_id, run.identity.name, ())
-    return judge(run.store, run_id, max_loss=max_loss)

@@ -24,7 +24,7 @@ from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT, RECALL_SP
 from headscan.analysis.text_tables import html_text
 from headscan.analysis.verdicts.confirmation import SweepChoice, choices_text, judge_sweep, record_confirmation
 from headscan.analysis.verdicts.judge import Verdict, judge
-from headscan.analysis.verdicts.verdict_rows import least_questions, recall_needed, solves
+from headscan.analysis.verdicts.scope_verdicts import least_questions, recall_needed, solves
 from headscan.catalog import RECALL_FAMILIES, SCORES, MassWidths, head_count, statistics_for
 from headscan.errors import InterventionError
 from headscan.pipelines.corpora import CorpusReport, TokenSequence, shards

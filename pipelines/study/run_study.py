@@ -18,7 +18,7 @@ from typing import Any
 from headscan.analysis.plans import HeadPlan, WindowShare, load_plan
 from headscan.analysis.report.write_report import write_report
 from headscan.analysis.store.output_files import write_text
-from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS
+from headscan.analysis.store.verdict_limits import MIN_TEXTS_IN_LIMIT
 from headscan.analysis.verdicts.metrics import Increase, exceeds
 from headscan.analysis.verdicts.ordered_shares import Outcome, ShareVerdict, judge_shares, read_losses
 from headscan.pipelines.corpora import TokenConfig
@@ -117,10 +117,10 @@ class _Study:
                 f"{record}: resuming with {known.questions:,} questions and"
                 f" {known.recall_questions} of each recall task"
             )
-        if (blocks := len(texts.judged_files)) < LEAST_LOSS_TEXTS:
+        if (blocks := len(texts.judged_files)) < MIN_TEXTS_IN_LIMIT:
             run.say(
                 f"the texts that judge are of {blocks} documents or blocks of 20,000 characters (limit"
-                f" {LEAST_LOSS_TEXTS}): no share can be shown to be safe. Give more text"
+                f" {MIN_TEXTS_IN_LIMIT}): no share can be shown to be safe. Give more text"
             )
         return cls(known, run, texts, tokens, started)
 

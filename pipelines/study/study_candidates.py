@@ -11,7 +11,7 @@ from headscan.ablation.masks import HeadMask
 from headscan.analysis.plans import HeadPlan, planned_bytes
 from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.records import ArmKind
-from headscan.analysis.store.verdict_limits import LEAST_RETAINED
+from headscan.analysis.store.verdict_limits import MIN_RETAINED
 from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.ordered_shares import ShareVerdict, read_losses
 from headscan.catalog import head_count
@@ -112,7 +112,7 @@ def best_criterion(run: Run, run_id: str, arms: Mapping[str, list[Arm]], max_los
         kept = 0
         for arm in of_one:
             recall = [each.paired.retained for each in outcomes[arm.name].judged_recall]
-            lost = any(each is not None and each.value < LEAST_RETAINED for each in recall)
+            lost = any(each is not None and each.value < MIN_RETAINED for each in recall)
             if lost or losses[arm.name].difference > max_loss:
                 break
             kept += 1

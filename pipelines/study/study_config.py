@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS, MAX_LOSS
+from headscan.analysis.store.verdict_limits import MAX_LOSS, MIN_TEXTS_IN_LIMIT
 from headscan.analysis.text_tables import plain
 from headscan.catalog import CRITERIA, DEFAULT_SINK, IMPORTANCES, RECALL_NAMES, SCORES
 from headscan.checkpoints.source_folder import portable_source
@@ -23,8 +23,8 @@ from headscan.pipelines.settings.settings_file import build_settings, settings_f
 FEWEST_STUDY_TEXTS, MOST_STUDY_TEXTS = 8, 64
 #: Longest text by default, in tokens.
 LONGEST_STUDY_TEXT = 512
-#: Fewest texts that judge if the time decides: more than `LEAST_LOSS_TEXTS`, because some may be of one document.
-FEWEST_JUDGED_TEXTS = LEAST_LOSS_TEXTS + 4
+#: Fewest texts that judge if the time decides: more than `MIN_TEXTS_IN_LIMIT`, because some may be of one document.
+FEWEST_JUDGED_TEXTS = MIN_TEXTS_IN_LIMIT + 4
 #: Settings with the shares of each kind of saving.
 SHARE_SETTINGS = ("shares", "window_shares", "prune_shares")
 
@@ -89,7 +89,7 @@ class StudyConfig:
         int | None,
         Option(
             f"texts whose loss is judged (default: as many as measure, at least {FEWEST_JUDGED_TEXTS})",
-            least=LEAST_LOSS_TEXTS,
+            least=MIN_TEXTS_IN_LIMIT,
         ),
     ] = None
     questions: Annotated[int | None, Option("number of questions (default: as the time allows)", least=1)] = None

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from headscan.analysis.verdicts.paired import enough_questions
-from headscan.analysis.verdicts.verdict_rows import recall_needed, solves
+from headscan.analysis.verdicts.scope_verdicts import recall_needed, solves
 from headscan.catalog import CRITERIA, RECALL_FAMILIES
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora import CorpusError

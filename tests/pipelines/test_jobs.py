@@ -13,11 +13,9 @@ import pytest
 
 import headscan
 from headscan.ablation.intervention import ZERO
-from headscan.analysis.errors import StoreMissingError, VerdictError
+from headscan.analysis.errors import StoreMissingError
 from headscan.analysis.plans import WindowShare
-from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.verdict_limits import MAX_LOSS
 from headscan.architectures import HEADS, LAYERS
 from headscan.errors import HeadscanError
 from headscan.gates.gate_settings import GateFitConfig
@@ -26,14 +24,11 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines import job_functions, jobs
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenConfig
-from headscan.pipelines.evaluate.evaluate_chosen import judge_evaluation
 from headscan.pipelines.pruning.pruning_units import ShareBudget
 from headscan.pipelines.runs.head_orders import head_order
 from headscan.pipelines.runs.model_identity import identify
-from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.evaluation_settings import CriteriaComparison, TaskConfig
 from headscan.pipelines.settings.saving_settings import PruneTexts
-from tests.analysis.conftest import answer_table
 from tests.pipelines.conftest import quiet
 from tests.pipelines.kv.kv_plans import model_of, plan_for
 from tests.sources import public_names
@@ -109,21 +104,6 @@ def test_the_baseline_alone_has_a_verdict_without_arms(
     (run,) = Store(store).runs()
     assert (verdict.run_id, verdict.model, verdict.finished) == (run["run_id"], run["model"], ())
     assert run["status"] == "finished"
-
-
-def test_an_evaluation_without_one_finished_baseline_is_an_error(tmp_path: Path) -> None:
-    store = Store(tmp_path / "s.duckdb")
-    run = Run(jobs.ModelSpec("demo"), store, lambda _: pytest.fail("nothing is measured"))
-    run_id = store.begin_run(RunRecord("evaluate", "e", "demo", 1, 1)).run_id
-    arm_ids = [store.begin_arm(ArmRecord(run_id, name, "baseline")).arm_id for name in ("baseline", "again")]
-    with pytest.raises(VerdictError, match=f"^run {run_id} has 0 finished baselines"):
-        judge_evaluation(run, run_id, MAX_LOSS)
-    answers = answer_table(np.array(["a", "a"]), np.array([1, 0]))
-    store.finish_arm(arm_ids[0], answers)
-    assert judge_evaluation(run, run_id, MAX_LOSS).arms == ()
-    store.finish_arm(arm_ids[1], answers)
-    with pytest.raises(VerdictError, match=f"^run {run_id} has 2 finished baselines"):
-        judge_evaluation(run, run_id, MAX_LOSS)
 
 
 def test_the_verb_and_the_job_judge_the_arms_that_a_run_has(

@@ -17,7 +17,7 @@ from headscan.analysis.report.saving_costs import cache_section
 from headscan.analysis.report.share_chart import ArmPoint, cache_figure
 from headscan.analysis.store.site_rows import SiteHeads
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.verdict_limits import LEAST_RETAINED, MARGIN
+from headscan.analysis.store.verdict_limits import MARGIN, MIN_RETAINED
 from headscan.analysis.verdicts.judge import judge
 from tests.analysis.plan_fixtures import RECENT, SINK, everything, site, write_scan
 
@@ -103,7 +103,7 @@ def test_the_chart_shows_every_plan_by_method_and_mode(evaluation: tuple[Store, 
     recall = next(trace for trace in figure.data if not trace.showlegend and trace.legendgroup == curve.legendgroup)
     kept = arms["small, forward"].recall[0].paired.retained
     assert kept is not None and recall.y[0] == kept.value and recall.xaxis == "x2"
-    assert [shape.y0 for shape in figure.layout.shapes] == [-MARGIN, LEAST_RETAINED]
+    assert [shape.y0 for shape in figure.layout.shapes] == [-MARGIN, MIN_RETAINED]
     assert EVIL not in figure.to_json()
 
 

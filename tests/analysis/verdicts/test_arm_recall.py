@@ -8,7 +8,7 @@ from scipy.stats import binom, binomtest
 
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.verdicts.paired import Interval, PairedDifference, retained_share, wilson_low
-from headscan.analysis.verdicts.verdict_rows import RecallVerdict, least_questions, recall_needed, solves
+from headscan.analysis.verdicts.scope_verdicts import RecallVerdict, least_questions, recall_needed, solves
 from headscan.analysis.verdicts.verdict_words import ArmVerdict
 from headscan.catalog import recall_family
 from tests.analysis.conftest import compare
@@ -79,6 +79,25 @@ def test_a_baseline_at_chance_is_not_informative(
     lost = _verdict(family, baseline=baseline, questions=questions, retained=(10.0, 20.0))
     kept = _verdict(family, baseline=baseline, questions=questions)
     assert (lost.informative, lost.failed, kept.kept) == (informative, informative, informative)
+
+
+@pytest.mark.parametrize(
+    ("family", "baseline", "questions", "needed"),
+    [
+        # No number of questions shows that recall is kept that the baseline does not have.
+        ("needle", 20.0, 400, None),
+        ("needle", 25.0, 400, None),
+        ("needle", 25.0, 4, None),
+        ("copying", 0.0, 400, None),
+        ("needle", 90.0, 100, recall_needed("needle", 90.0)),
+        ("needle", 90.0, 400, None),  # these are enough
+        ("copying", 90.0, 40, recall_needed("copying", 90.0)),
+    ],
+)
+def test_more_questions_are_needed_only_of_recall_that_the_baseline_has(
+    family: str, baseline: float, questions: int, needed: int | None
+) -> None:
+    assert _verdict(family, baseline=baseline, questions=questions).questions_needed == needed
 
 
 def test_a_baseline_at_the_least_number_of_needles_is_rarely_informative() -> None:

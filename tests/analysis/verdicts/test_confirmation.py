@@ -14,7 +14,7 @@ from scipy import stats
 
 from headscan.analysis.store.records import ArmKind, ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.verdict_limits import LEAST_RETAINED, LEAST_SAFE_TEXTS, MARGIN, TAIL, identical_questions
+from headscan.analysis.store.verdict_limits import MARGIN, MIN_RETAINED, MIN_SAFE_TEXTS, TAIL, identical_questions
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, Scope
 from headscan.analysis.verdicts.confirmation import (
     Candidate,
@@ -28,7 +28,8 @@ from headscan.analysis.verdicts.confirmation import (
 from headscan.analysis.verdicts.controls import SelectedRank
 from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.paired import Interval, PairedDifference, about, retained_share
-from headscan.analysis.verdicts.verdict_rows import RecallVerdict, for_comparisons, record_verdicts
+from headscan.analysis.verdicts.scope_verdicts import RecallVerdict, widened_differences
+from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.catalog import SCORES
 from tests.analysis.conftest import compare
 from tests.analysis.sweep_fixtures import write_sweep
@@ -158,8 +159,12 @@ def test_arms_that_share_a_half_share_the_error_of_one(arms: int, before: float)
     passed = np.zeros(low.shape, bool)
     for place in np.ndindex(low.shape):
         paired = _paired(questions, int(gained[place]), int(lost[place]), float(low[place]))
-        passed[place] = for_comparisons({BENCHMARK: paired}, arms)[BENCHMARK].low > -MARGIN
+        passed[place] = _widened(BENCHMARK, paired, arms).low > -MARGIN
     assert passed.any(axis=1).mean() <= 0.025 + 0.008
+
+
+def _widened(scope: Scope, paired: PairedDifference, comparisons: int) -> PairedDifference:
+    return widened_differences({scope: paired}, comparisons, comparisons)[scope]
 
 
 def _paired(questions: int, gained: int, lost: int, low: float) -> PairedDifference:
@@ -189,7 +194,7 @@ def test_few_differing_answers_are_widened_enough(comparisons: int) -> None:
         for lost in range(questions):
             delta = np.arange(questions) < lost
             paired = compare(np.ones(questions), 1.0 - delta, resamples=50)
-            if for_comparisons({BENCHMARK: paired}, comparisons)[BENCHMARK].low <= -MARGIN:
+            if _widened(BENCHMARK, paired, comparisons).low <= -MARGIN:
                 break
             chance += stats.binom.pmf(lost, questions, MARGIN / 100)
         assert (chance > 0) == (questions >= least)
@@ -203,9 +208,9 @@ def test_recall_of_identical_answers_is_widened_enough(comparisons: int) -> None
         answers = np.ones(texts)
         kept = retained_share(answers, answers, np.arange(texts), 0.0)
         paired = replace(_paired(texts, 0, 0, -1.0), retained=kept)
-        wide = for_comparisons({Scope("copying", True): paired}, comparisons)[Scope("copying", True)].retained
+        wide = _widened(Scope("copying", True), paired, comparisons).retained
         assert wide is not None
-        if wide.low >= LEAST_RETAINED:
+        if wide.low >= MIN_RETAINED:
             assert 0.9**texts <= 1.15 * TAIL / comparisons  # the bound of the verdict itself is drawn
             break
     else:
@@ -217,8 +222,8 @@ def test_a_loss_of_recall_in_points_is_widened() -> None:
     scope, texts = Scope("copying", True), np.arange(1000)
     baseline, arm = np.where(texts < 25, 0.0, 1.0), np.where(texts >= 945, 0.0, 1.0)
     paired = replace(compare(baseline, arm, texts=texts), retained=retained_share(baseline, arm, texts, 0.0))
-    one, five = (RecallVerdict("copying", for_comparisons({scope: paired}, count)[scope]) for count in (1, 5))
-    assert paired.retained is not None and paired.retained.high > LEAST_RETAINED
+    one, five = (RecallVerdict("copying", _widened(scope, paired, count)) for count in (1, 5))
+    assert paired.retained is not None and paired.retained.high > MIN_RETAINED
     assert one.paired == paired and one.failed and not five.failed
     assert five.paired.interval == pytest.approx(paired.simultaneous_interval(5))
 
@@ -235,7 +240,7 @@ def test_kinds_that_share_recall_questions_share_the_error_of_a_loss(comparisons
             paired = compare(delta < 0, delta > 0, texts=texts, resamples=100)
             arms.append(replace(paired, baseline=80.0, retained=Interval(80, 95, 110)))
         for count in lost:
-            verdicts = (RecallVerdict("copying", for_comparisons({scope: paired}, count)[scope]) for paired in arms)
+            verdicts = (RecallVerdict("copying", _widened(scope, paired, count)) for paired in arms)
             lost[count] += any(verdict.failed for verdict in verdicts)
     assert lost[comparisons] / runs <= 0.025 + 0.016
     assert lost[1] > lost[comparisons]
@@ -545,7 +550,7 @@ def test_sweeps_on_other_tasks_share_the_recall_questions(tmp_path: Path) -> Non
 
 def test_a_half_with_too_few_questions_is_reported(tmp_path: Path) -> None:
     store = Store(tmp_path / "s.duckdb", lock_timeout=5.0)
-    questions = 2 * LEAST_SAFE_TEXTS - 10
+    questions = 2 * MIN_SAFE_TEXTS - 10
     run_id = write_sweep(store, scores=tuple(SCORES)[:1], shares=(0.05, 0.1), kinds=("mask",), questions=questions)
     choice = _choices(store, run_id)["mask"]
     assert not choice.passed and not choice.verdict.is_safe
@@ -553,7 +558,7 @@ def test_a_half_with_too_few_questions_is_reported(tmp_path: Path) -> None:
     # Twice the number of an arm chosen in advance, because half of the questions judge.
     changed = (choice.verdict.paired.gained + choice.verdict.paired.lost) / choice.verdict.paired.questions
     needed = choice.verdict.questions_needed
-    assert needed == pytest.approx(2 * (78_489 * changed + LEAST_SAFE_TEXTS), abs=2)
+    assert needed == pytest.approx(2 * (78_489 * changed + MIN_SAFE_TEXTS), abs=2)
     assert f"not enough questions ({questions // 2}): an arm that loses nothing and changes" in choice.sentence()
     assert f"of the answers needs about {about(needed)} in a sweep, where half of them judge" in choice.sentence()
 

@@ -9,7 +9,7 @@ from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.verdict_limits import MARGIN
 from headscan.analysis.verdicts.answer_sheets import FinishedArm
 from headscan.analysis.verdicts.confirmation import Candidate, best_candidate
-from headscan.analysis.verdicts.controls import LEVEL, SelectedRank, Standing, judge_controls, least_controls
+from headscan.analysis.verdicts.controls import LEVEL, SelectedRank, Standing, controls_needed, judge_controls
 
 
 def finished(name: str, kind: ArmKind, share: float, score: str | None = None, seed: int | None = None) -> FinishedArm:
@@ -88,23 +88,23 @@ def test_the_best_of_a_sweep_of_random_arms_is_seldom_better_than_chance(
     scores: int, least: float, sweeps: int
 ) -> None:
     """At the least number of controls that can show anything; ranked as if chosen in advance, it often is."""
-    naive, ranked = _claims(scores, least_controls(scores), sweeps)
+    naive, ranked = _claims(scores, controls_needed(scores), sweeps)
     assert naive > least
     assert ranked <= LEVEL + 2 * np.sqrt(LEVEL * (1 - LEVEL) / sweeps)
     assert scores > 1 or ranked > 0.03  # with one score the rank is exact
 
 
 def test_a_better_score_is_found() -> None:
-    assert _claims(1, least_controls(), 100, gain=0.05)[1] > 0.75
-    assert _claims(3, least_controls(3), 60, gain=0.05)[1] > 0.75
+    assert _claims(1, controls_needed(), 100, gain=0.05)[1] > 0.75
+    assert _claims(3, controls_needed(3), 60, gain=0.05)[1] > 0.75
 
 
 @pytest.mark.parametrize("scores", [1, 2, 15])
 def test_fewer_curves_show_nothing(scores: int) -> None:
     best, worse = Standing(True, 0.3, 0.0), Standing(True, 0.25, 0.0)
-    enough = SelectedRank.of(best, [worse] * least_controls(scores), scores)
+    enough = SelectedRank.of(best, [worse] * controls_needed(scores), scores)
     assert enough.beats_chance and enough.p_value == pytest.approx(LEVEL)
-    few = SelectedRank.of(best, [worse] * (least_controls(scores) - 1), scores)
+    few = SelectedRank.of(best, [worse] * (controls_needed(scores) - 1), scores)
     assert not few.beats_chance and "not shown to be a better choice of heads than chance" in few.words()
     none = SelectedRank(scores, 3, None)
     assert not none.beats_chance and none.p_value is None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.verdict_limits import LEAST_SAFE_TEXTS
+from headscan.analysis.store.verdict_limits import MIN_SAFE_TEXTS
 from headscan.analysis.verdicts.curves import read_curves
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.pipelines.cli.results import curve_row
@@ -222,7 +222,7 @@ def test_the_stricter_share_ends_before_recall_is_lost(
 
 
 def test_the_stricter_share_needs_questions(evaluate: Callable[..., tuple[Store, str]]) -> None:
-    assert _strict(evaluate, LEAST_SAFE_TEXTS - 1, (1.0, 1.0, 1.0))[:2] == (None, pytest.approx(0.21))
+    assert _strict(evaluate, MIN_SAFE_TEXTS - 1, (1.0, 1.0, 1.0))[:2] == (None, pytest.approx(0.21))
 
 
 def test_recall_that_the_baseline_lacks_stops_nothing(evaluate: Callable[..., tuple[Store, str]]) -> None:

@@ -9,13 +9,20 @@ import numpy as np
 import pytest
 
 from headscan.analysis.store.records import ArmKind
-from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS, LEAST_TEXTS
+from headscan.analysis.store.verdict_limits import MIN_EVIDENCE_TEXTS, MIN_TEXTS_IN_LIMIT
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, FinishedArm
 from headscan.analysis.verdicts.judge import arm_verdict
-from headscan.analysis.verdicts.metrics import RATES, Increase, TaskMetric, enough_texts, exceeds, rate_increase
+from headscan.analysis.verdicts.metrics import (
+    RATES,
+    Increase,
+    TaskMetric,
+    exceeds,
+    is_within,
+    rate_increase,
+    texts_needed,
+)
 from headscan.analysis.verdicts.ordered_shares import Outcome, ShareVerdict, largest_safe, share_verdict
 from headscan.analysis.verdicts.paired import PairedDifference
-from headscan.analysis.verdicts.verdict_rows import for_comparisons
 from tests.analysis.conftest import compare
 
 SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
@@ -34,7 +41,7 @@ def walk(rng: np.random.Generator, gained: np.ndarray, lost: np.ndarray, questio
         arm = np.where(right, unlucky >= lose / 0.75, lucky < win / 0.25)
         paired = compare(right.astype(float), arm.astype(float), resamples=200)
         of_arm = FinishedArm(name=f"arm {share}", kind=ArmKind.MASK, ablated_share=share, share=share)
-        outcome = arm_verdict(of_arm, for_comparisons({BENCHMARK: paired}, comparisons), comparisons=comparisons)
+        outcome = arm_verdict(of_arm, {BENCHMARK: paired}, comparisons=comparisons)
         found.append(share_verdict(outcome, share))
         if found[-1].outcome is not Outcome.SAFE:
             break
@@ -122,26 +129,26 @@ def test_a_loss_at_its_limit_is_rarely_shown_to_be_within_it(
     for _ in range(draws):
         rises = 0.05 + 0.05 * of_texts(rng, texts)
         loss = rate_increase(RATES["loss"], np.zeros(texts), -rises * sizes, sizes, np.arange(texts))
-        safe += enough_texts(loss, 0.05) is None
+        safe += is_within(loss, 0.05)
     assert safe / draws <= most + 0.013
 
 
 def test_few_texts_never_show_that_a_loss_is_within_its_limit() -> None:
-    few = nats(0.001, 0.0, 0.002, texts=LEAST_LOSS_TEXTS - 1)
-    assert enough_texts(few, 0.05) == LEAST_LOSS_TEXTS
+    few = nats(0.001, 0.0, 0.002, texts=MIN_TEXTS_IN_LIMIT - 1)
+    assert texts_needed(few, 0.05) == MIN_TEXTS_IN_LIMIT
     same = compare(np.ones(2000), np.ones(2000))
     judged = outcome(same, few)
     assert judged.outcome is Outcome.NOT_SHOWN and judged.label == "too few texts"
     assert judged.why.startswith("needs about 20 texts: 19 texts cannot show that the loss rises by at most 0.05 nats")
-    assert outcome(same, nats(0.001, 0.0, 0.002, texts=LEAST_LOSS_TEXTS)).outcome is Outcome.SAFE
+    assert outcome(same, nats(0.001, 0.0, 0.002, texts=MIN_TEXTS_IN_LIMIT)).outcome is Outcome.SAFE
 
 
-@pytest.mark.parametrize("texts", [2, LEAST_TEXTS - 1])
+@pytest.mark.parametrize("texts", [2, MIN_EVIDENCE_TEXTS - 1])
 def test_a_few_texts_whose_loss_rises_equally_show_nothing(texts: int) -> None:
     rises, sizes = np.full(texts, 0.06), np.full(texts, 255.0)
     loss = rate_increase(RATES["loss"], np.zeros(texts), -rises * sizes, sizes, np.arange(texts))
     assert not exceeds(loss, 0.05) and loss.words() == "+0.0600 nats per token"
-    assert enough_texts(loss, 0.1) == LEAST_LOSS_TEXTS
+    assert texts_needed(loss, 0.1) == MIN_TEXTS_IN_LIMIT
     assert "[" not in loss.numbers()
 
 
@@ -155,7 +162,7 @@ def test_the_texts_that_are_said_to_be_enough_are() -> None:
         few = rate_increase(
             RATES["loss"], np.zeros(texts), -rises * sizes, sizes, np.arange(texts), comparisons=comparisons
         )
-        needed = enough_texts(few, 0.05, comparisons)
+        needed = texts_needed(few, 0.05, comparisons)
         assert needed is not None and needed > texts
         for _ in range(draws):
             rises, sizes = 0.02 + 0.1 * normal(rng, needed), np.full(needed, 255.0)

@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import binom, binomtest, norm, t
 
 from headscan.analysis.errors import VerdictError
-from headscan.analysis.store.verdict_limits import FEW_DIFFER, LEAST_SAFE_TEXTS
+from headscan.analysis.store.verdict_limits import FEW_DIFFER, MIN_SAFE_TEXTS
 from headscan.analysis.verdicts import paired
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK
 from headscan.analysis.verdicts.paired import (
@@ -21,7 +21,7 @@ from headscan.analysis.verdicts.paired import (
     retained_share,
     score_interval,
 )
-from headscan.analysis.verdicts.verdict_rows import for_comparisons
+from headscan.analysis.verdicts.scope_verdicts import widened_differences
 from tests.analysis.conftest import compare
 
 
@@ -58,7 +58,7 @@ def test_few_differ_by_the_number_of_texts(both: int, single: int, few: bool) ->
     lost = np.concatenate([np.arange(1000) < both + single, np.arange(1000) < both])
     found = compare(np.ones(2000), 1.0 - lost, texts=np.tile(np.arange(1000), 2))
     assert (found.texts_differ, found.few_differ) == (both + single, few)
-    sampled = resampled_interval(Sampling(2000, texts=np.tile(np.arange(1000), 2)).strata(-1.0 * lost), 2000)
+    sampled = resampled_interval(Sampling(2000, clusters=np.tile(np.arange(1000), 2)).strata(-1.0 * lost), 2000)
     assert (found.low < 100 * sampled[0] - 1e-9) is few
 
 
@@ -359,8 +359,8 @@ def test_the_examples_of_docstrings_hold() -> None:
     right = np.repeat([1, 0, 1, 0], [8, 2, 292, 98])
     found = compare(right, right + delta)
     low, high, _ = resampled_interval(Sampling(400).strata(delta.astype(float)), 2000)
-    three = for_comparisons({BENCHMARK: found}, 3)[BENCHMARK]
-    of_compare, of_three = (" ".join((each.__doc__ or "").split()) for each in (paired.compare, for_comparisons))
+    three = widened_differences({BENCHMARK: found}, 3, 3)[BENCHMARK]
+    of_compare, of_three = (" ".join((each.__doc__ or "").split()) for each in (paired.compare, widened_differences))
     assert f"Student's t gives {100 * low:.2f} to {100 * high:.2f};" in of_compare
     assert f"wider, {found.low:.2f} to {found.high:.2f}." in of_compare
     assert (
@@ -402,7 +402,7 @@ def test_partial_credit_seldom_passes_or_loses_by_chance(count: int, credit: flo
 def test_partial_credit_of_whole_texts_seldom_loses_by_chance(texts: int, credit: float) -> None:
     """As copying questions do: four to a text, each right in a share of its tokens; one point is lost on average."""
     rng, runs, lost = np.random.default_rng(texts), 300, 0
-    sampling = Sampling(4 * texts, texts=np.arange(4 * texts) // 4)
+    sampling = Sampling(4 * texts, clusters=np.arange(4 * texts) // 4)
     for _ in range(runs):
         hit = np.repeat(rng.random(texts) < 0.01 / credit, 4)
         arm = 1 - np.where(hit, 2 * credit * rng.random(4 * texts), 0.0).clip(0, 1)
@@ -413,7 +413,7 @@ def test_partial_credit_of_whole_texts_seldom_loses_by_chance(texts: int, credit
 @pytest.mark.parametrize("single", [0, 381])
 def test_texts_in_two_forms_seldom_pass_by_chance(single: int) -> None:
     """The fewest texts that can pass. Both forms change together, and one question in a hundred is lost net."""
-    texts = LEAST_SAFE_TEXTS
+    texts = MIN_SAFE_TEXTS
     loss = 0.01 * (2 * texts + single) / (2 * texts)
     passed = 0.0
     for lost in range(texts):

@@ -10,7 +10,7 @@ from scipy import stats
 from scipy.stats import t
 
 from headscan.analysis.store.tables import ACCURACY, FALSE_DISCOVERY_RATE, LOSS
-from headscan.analysis.store.verdict_limits import LEAST_TEXTS
+from headscan.analysis.store.verdict_limits import MIN_EVIDENCE_TEXTS
 from headscan.analysis.verdicts.head_effects import (
     BleuOutcomes,
     HeadEffect,
@@ -71,11 +71,13 @@ def test_small_shares_of_resamples_continue_as_students_t() -> None:
 
 
 def test_too_few_documents_have_no_interval() -> None:
-    for count in range(2, LEAST_TEXTS):
+    for count in range(2, MIN_EVIDENCE_TEXTS):
         for changes in (np.linspace(0.9, 1.1, count), np.full(count, 0.01), np.zeros(count)):
             found = outcomes(LOSS, np.zeros(count)).effect(changes)
             assert (found.low, found.high, found.p_value) == (-np.inf, np.inf, 1.0)
-    assert np.isfinite(outcomes(LOSS, np.zeros(LEAST_TEXTS)).effect(np.linspace(0.9, 1.1, LEAST_TEXTS))[3:5]).all()
+    assert np.isfinite(
+        outcomes(LOSS, np.zeros(MIN_EVIDENCE_TEXTS)).effect(np.linspace(0.9, 1.1, MIN_EVIDENCE_TEXTS))[3:5]
+    ).all()
 
 
 def test_equal_changes_of_documents_have_the_p_value_of_a_sign_test() -> None:

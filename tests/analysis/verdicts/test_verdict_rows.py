@@ -16,13 +16,8 @@ from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, Scope
 from headscan.analysis.verdicts.paired import PairedDifference, retained_share
-from headscan.analysis.verdicts.verdict_rows import (
-    compared_by_arm,
-    least_visible_loss,
-    read_verdict_rows,
-    record_verdicts,
-    task_verdicts,
-)
+from headscan.analysis.verdicts.scope_verdicts import least_visible_loss, task_verdicts
+from headscan.analysis.verdicts.verdict_rows import differences_by_arm, read_verdict_rows, record_verdicts
 from tests.analysis.conftest import answer_table, compare
 from tests.stores import copy_store
 
@@ -49,11 +44,11 @@ def _count(store: Store) -> int:
 def test_every_scope_is_compared_within_its_tasks(run: tuple[Store, str]) -> None:
     """Against ``compare`` on questions picked by hand; the round trip through shares costs at most rounding."""
     store, run_id = run
-    (found,) = compared_by_arm(read_verdict_rows(store, run_id).computed).values()
+    (found,) = differences_by_arm(read_verdict_rows(store, run_id).computed).values()
     assert _count(store) == 0
     record_verdicts(store, run_id)
     stored, computed = read_verdict_rows(store, run_id)
-    assert compared_by_arm(stored) == {stored[0]["arm_id"]: found} and computed == []
+    assert differences_by_arm(stored) == {stored[0]["arm_id"]: found} and computed == []
     expected = {
         BENCHMARK: (TASKS == "a") | (TASKS == "b"),
         Scope("a", False): TASKS == "a",
@@ -112,7 +107,7 @@ def test_chance_is_that_of_the_choices_and_unknown_without(tmp_path: Path) -> No
         "partial": None,
     }
     assert all(row["informative"] for row in rows)
-    found = compared_by_arm(read_verdict_rows(store, run_id).stored)
+    found = differences_by_arm(read_verdict_rows(store, run_id).stored)
     (scopes,) = found.values()
     assert scopes[Scope("four", False)].chance == 25
 
@@ -168,7 +163,7 @@ def test_rows_of_older_schemas_have_estimates(run: tuple[Store, str]) -> None:
     """Such as those of an arm that another one has replaced, which are only counted."""
     rows = read_verdict_rows(*run).computed
     ((scopes,), (older,)) = (
-        compared_by_arm([row | changes for row in rows]).values()
+        differences_by_arm([row | changes for row in rows]).values()
         for changes in ({}, {"texts_differ": None, "degrees_of_freedom": None})
     )
     for scope in (BENCHMARK, Scope("copying", True)):

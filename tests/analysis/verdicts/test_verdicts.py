@@ -15,7 +15,8 @@ from headscan.analysis.verdicts.decision import Outcome
 from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.ordered_shares import share_verdict
 from headscan.analysis.verdicts.paired import Interval, retained_share
-from headscan.analysis.verdicts.verdict_rows import RecallVerdict, record_verdicts
+from headscan.analysis.verdicts.scope_verdicts import RecallVerdict
+from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.analysis.verdicts.verdict_table import verdict_text
 from headscan.analysis.verdicts.verdict_words import ArmVerdict
 from headscan.pipelines.cli.results import arm_row
@@ -383,6 +384,22 @@ def test_perplexity_in_addition_to_a_benchmark_is_reported(evaluate: Evaluate) -
     assert "on 1000 questions" in sentence
     assert ". Measured wikitext word_perplexity: 21 against 20. " in sentence
     assert "a word_perplexity" not in sentence  # a task with right answers is told by its accuracy
+
+
+def test_a_baseline_alone_has_a_verdict_without_arms_if_that_is_asked_for(evaluate: Evaluate) -> None:
+    store, run_id = evaluate(TASKS[:8], {})
+    arm_ids = [store.begin_arm(ArmRecord(run_id, name, "baseline")).arm_id for name in ("baseline", "again")]
+    with pytest.raises(VerdictError, match=f"^run {run_id} has 0 finished baselines"):
+        judge(store, run_id, baseline_alone=True)
+    answers = answer_table(TASKS[:8], BASELINE[:8])
+    store.finish_arm(arm_ids[0], answers)
+    verdict = judge(store, run_id, max_loss=0.2, baseline_alone=True)
+    assert (verdict.run_id, verdict.arms, verdict.unfinished, verdict.max_loss) == (run_id, (), 1, 0.2)
+    with pytest.raises(VerdictError, match="has 0 finished arms in addition"):
+        judge(store, run_id)
+    store.finish_arm(arm_ids[1], answers)
+    with pytest.raises(VerdictError, match=f"^run {run_id} has 2 finished baselines"):
+        judge(store, run_id, baseline_alone=True)
 
 
 def test_arms_that_cannot_be_judged(evaluate: Evaluate) -> None:

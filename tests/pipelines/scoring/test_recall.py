@@ -20,7 +20,7 @@ from headscan.analysis.verdicts.decision import Outcome
 from headscan.analysis.verdicts.metrics import Increase
 from headscan.analysis.verdicts.ordered_shares import ShareVerdict
 from headscan.analysis.verdicts.paired import Interval, PairedDifference
-from headscan.analysis.verdicts.verdict_rows import RecallVerdict, least_questions, solves
+from headscan.analysis.verdicts.scope_verdicts import RecallVerdict, least_questions, solves
 from headscan.catalog import RECALL_FAMILIES, RecallFamily, recall_family
 from headscan.checkpoints.sources import load_tokenizer
 from headscan.errors import NotFiniteError, UnknownNameError
