@@ -450,7 +450,7 @@ class Placement(ABC):
     A new placement is a subclass, and an entry of its ``name`` in `PLACEMENTS`.
 
     Attributes:
-        staged: True if passes run range by range of the layers; its pools take a `StagedTask` only.
+        staged: True if passes run range by range of the layers; its pools take a `PassTask` only.
         idle_cpus: CPUs of a worker that its limited ``threads`` do not use. Ray reserves them too, so that a node
             receives no more workers than planned.
     """

@@ -3,7 +3,7 @@
 A task is a function ``task(loaded_model, item)``. With one device it runs in this process, otherwise in Ray actors
 (`ray_pool`), with the same interface and the same results.
 
-Called with a whole model, a `StagedTask` runs through all layers at once. If the model is larger than the device, its
+Called with a whole model, a `PassTask` runs through all layers at once. If the model is larger than the device, its
 forward passes run through one range of layers after another, and the partial results are joined at the end.
 
 Shapes: B sequences, N tokens, E width of a hidden state.
@@ -73,7 +73,7 @@ class Pool(ABC):
 
     @property
     def staged(self) -> bool:
-        """True if passes run by layer ranges, as a `StagedTask` can."""
+        """True if passes run by layer ranges, as a `PassTask` can."""
         return False
 
     @property
@@ -181,7 +181,7 @@ class StagingError(HeadscanError):
     """A task that cannot run range by range of the layers."""
 
 
-class StagedTask(ABC, Generic[T, Pass, P, R]):
+class PassTask(ABC, Generic[T, Pass, P, R]):
     """A picklable task whose passes can run by layer ranges."""
 
     def __init__(self, name: str) -> None:
@@ -231,7 +231,7 @@ class InspectionTask(ABC, Generic[T, R]):
 
 
 def run_pass(
-    task: StagedTask[T, Pass, P, R],
+    task: PassTask[T, Pass, P, R],
     model: LoadedModel | Stage,
     item: T,
     batch: Pass,
@@ -289,7 +289,7 @@ def check_ranges(layers: Layers, ranges: Sequence[LayerRange]) -> None:
 
 def check_staged(task: object) -> None:
     """Raise if a task needs the whole model."""
-    if not isinstance(task, StagedTask | InspectionTask):
+    if not isinstance(task, PassTask | InspectionTask):
         name = getattr(task, "__name__", str(task)).replace("_", " ")
         raise _needs_all_layers(name)
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from headscan.cluster.devices import roomiest_names
 from headscan.cluster.placement_base import ReplicaPlacement, Timeouts
 from headscan.cluster.placements import PipelinePlacement
-from headscan.cluster.pool import Finished, InspectionTask, R, StagedTask, T, Task, check_staged, working_on
+from headscan.cluster.pool import Finished, InspectionTask, PassTask, R, T, Task, check_staged, working_on
 from headscan.cluster.ray_session import RaySession
 from headscan.cluster.supervision import ACTOR, Job, Replica, SupervisedPool
 from headscan.cluster.worker import StageWorker, Worker
@@ -127,7 +127,7 @@ class _PipelineReplica(Replica):
         if isinstance(task, InspectionTask):
             self._joins[self._actors[0].ask.remote(task, job.item)] = _ItemInProgress(job, task, None, deque())
             return
-        assert isinstance(task, StagedTask)
+        assert isinstance(task, PassTask)
         with working_on(job.item):
             passes = task.passes(job.item)
         self._items[job] = _ItemInProgress(job, task, self._ray.put(job.item), deque(passes))
@@ -194,7 +194,7 @@ class _PipelineReplica(Replica):
 
 
 class PipelinePool(SupervisedPool):
-    """Replicas whose layers run in several actors; they take a `StagedTask` only. The pool starts a local Ray unless a
+    """Replicas whose layers run in several actors; they take a `PassTask` only. The pool starts a local Ray unless a
     cluster is already connected (`ray_session.connect`), and ends it when it closes. If a stage fails, all stages of
     its replica are restarted and its items run again.
     """

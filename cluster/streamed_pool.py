@@ -28,9 +28,9 @@ from headscan.cluster.placements import StreamedPlacement
 from headscan.cluster.pool import (
     Finished,
     InspectionTask,
+    PassTask,
     Pool,
     R,
-    StagedTask,
     StagingError,
     T,
     Task,
@@ -147,7 +147,7 @@ class _StreamedItem:
 
 class StreamedPool(Pool):
     """One replica in this process, loaded one range at a time. Every `map` reads the whole checkpoint once, so pass it
-    all items in one call. Takes a `StagedTask` only.
+    all items in one call. Takes a `PassTask` only.
     """
 
     def __init__(self, spec: ModelSpec, placement: StreamedPlacement, *, timeouts: Timeouts | None = None) -> None:
@@ -172,7 +172,7 @@ class StreamedPool(Pool):
                 with working_on(item):
                     yield Finished(item, task(layers.outline, item), 0.0, _WORKER)
             return
-        assert isinstance(task, StagedTask)
+        assert isinstance(task, PassTask)
         yield from self._stream(layers, task, items)
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class StreamedPool(Pool):
         return self._layers
 
     def _stream(
-        self, layers: Layers, task: StagedTask[Any, Any, Any, Any], items: Iterable[Any]
+        self, layers: Layers, task: PassTask[Any, Any, Any, Any], items: Iterable[Any]
     ) -> Iterator[Finished[Any, Any]]:
         works = list(_prepared(task, items))
         if not works:
@@ -203,9 +203,7 @@ class StreamedPool(Pool):
                         work.partials = []
                         yield Finished(work.item, value, work.seconds, _WORKER)
 
-    def _run(
-        self, task: StagedTask[Any, Any, Any, Any], stage: Stage, work: _StreamedItem, hidden: HiddenStates
-    ) -> None:
+    def _run(self, task: PassTask[Any, Any, Any, Any], stage: Stage, work: _StreamedItem, hidden: HiddenStates) -> None:
         started = time.perf_counter()
         with torch.no_grad(), working_on(work.item):
             for key, batch, partials in zip(work.keys, work.batches, work.partials, strict=True):
@@ -243,7 +241,7 @@ class StreamedPool(Pool):
         return max(0, self._weights_limit(layers) - largest) // 2
 
 
-def _prepared(task: StagedTask[Any, Any, Any, Any], items: Iterable[Any]) -> Iterator[_StreamedItem]:
+def _prepared(task: PassTask[Any, Any, Any, Any], items: Iterable[Any]) -> Iterator[_StreamedItem]:
     end = 0
     for item in items:
         with working_on(item):

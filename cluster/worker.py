@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from headscan.cluster.placement_base import LayerRange
-from headscan.cluster.pool import InspectionTask, StagedTask, check_ranges, run_pass, run_task, working_on
+from headscan.cluster.pool import InspectionTask, PassTask, check_ranges, run_pass, run_task, working_on
 from headscan.errors import HeadscanError
 from headscan.layers.layer_ranges import Layers, Stage, open_layers
 from headscan.loading import load_spec
@@ -95,7 +95,7 @@ class StageWorker(Heartbeat):
         self._stage: Stage | None = None
 
     def run(
-        self, task: StagedTask[Any, Any, Any, Any], item: Any, batch: Any, hidden_in: HiddenState | HeadscanError | None
+        self, task: PassTask[Any, Any, Any, Any], item: Any, batch: Any, hidden_in: HiddenState | HeadscanError | None
     ) -> tuple[HiddenState | HeadscanError | None, Any, float]:
         """Run a pass; return hidden states, partial result and seconds."""
         if isinstance(hidden_in, HeadscanError):
@@ -110,7 +110,7 @@ class StageWorker(Heartbeat):
         left = None if hidden is None else HiddenState.of(hidden)
         return left, partial, time.perf_counter() - started
 
-    def join(self, task: StagedTask[Any, Any, Any, Any], item: Any, *partials: Any) -> tuple[Any, str]:
+    def join(self, task: PassTask[Any, Any, Any, Any], item: Any, *partials: Any) -> tuple[Any, str]:
         """Join the partial results, pass by pass and stage by stage; return the result and this worker's name."""
         wrong = next((partial for partial in partials if isinstance(partial, HeadscanError)), None)
         if wrong is not None:

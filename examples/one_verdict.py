@@ -13,7 +13,7 @@ import torch
 
 import headscan
 from headscan.analysis.store.records import ArmKind
-from headscan.analysis.verdicts.paired import Sampling, compare
+from headscan.analysis.verdicts.paired import QuestionClusters, compare
 from headscan.analysis.verdicts.verdict_words import ArmVerdict
 from headscan.pipelines.corpora.stdlib_files import held_out_files
 from headscan.pipelines.evaluate.continuation_task import make_questions
@@ -71,7 +71,7 @@ with (
 
 # 4. The verdict: a paired difference with its interval, and the rule of `decision` in analysis/verdicts/decision.py.
 # Questions of one module are correlated, so whole modules are drawn for the interval.
-sampling = Sampling(len(questions), clusters=np.array([question["module"] for question in questions]))
+sampling = QuestionClusters(len(questions), clusters=np.array([question["module"] for question in questions]))
 paired = compare(whole, ablated, sampling)
 share = float(np.mean(shares))
 verdict = ArmVerdict(name="rule by output_norm_ln", kind=ArmKind.RULE, ablated_share=share, accuracy=paired)

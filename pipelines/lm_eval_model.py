@@ -25,7 +25,7 @@ from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines.evaluate.answering import request_chunks
-from headscan.pipelines.evaluate.checks import check_continues, check_predicts
+from headscan.pipelines.evaluate.checks import check_eviction, check_next_token_head
 from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
 from headscan.pipelines.runs.head_orders import imported_heads
@@ -87,7 +87,7 @@ class HeadscanModel(HeadscanLM):
         request = PlacementRequest(device=where)
         self._context = ModelContext(spec, ModelOpener(spec, TASK_TOKENS, request, batch_tokens, evaluates=True))
         super().__init__(self._context.identity, bos=bos)
-        check_predicts(self._context)
+        check_next_token_head(self._context)
         self._arm = BASELINE
         if heads:
             self._arm = mask_arm(_heads(heads) if isinstance(heads, str) else heads)
@@ -123,7 +123,7 @@ class HeadscanModel(HeadscanLM):
         self.answers = None
         ask()
         new = {mark: request for mark, request in self.requests.items() if mark not in known}
-        check_continues(self._context, [self._arm], new)
+        check_eviction(self._context, [self._arm], new)
         answers = dict(known)
         items = {f"{self._arm.name}, requests {item.index}": item for item in request_chunks(new, self._batch_tokens)}
         work = (

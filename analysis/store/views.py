@@ -114,7 +114,7 @@ def pool_quantile(score: Score, quantile: float) -> float:
 def _score_sql(score: Score) -> str:
     """Return SQL for one score; NULL if its denominator is zero."""
     if score.normaliser is None:
-        return score.statistic
+        return score.statistic if score.name == score.statistic else f"{score.statistic} AS {score.name}"
     own = score.over == "head"
     denominator = score.normaliser if own else f"avg({score.normaliser}) OVER layer_heads"
     # Computed as DOUBLE, because REAL / REAL would round the ratio.

@@ -15,7 +15,7 @@ from headscan.analysis.store.records import CONTROL_KINDS_SQL, ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ALL_TASKS
 from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT
-from headscan.analysis.verdicts.paired import PairedDifference, Sampling, compare, retained_share
+from headscan.analysis.verdicts.paired import PairedDifference, QuestionClusters, compare, retained_share
 from headscan.catalog import recall_family
 
 
@@ -190,7 +190,7 @@ class _ScopeQuestions:
 
     indices: np.ndarray
     texts: np.ndarray
-    sampling: Sampling
+    sampling: QuestionClusters
     chance: float | None
 
     @classmethod
@@ -200,7 +200,7 @@ class _ScopeQuestions:
         unknown = np.isnan(chances)
         chance = None if unknown.all() else 100 * float(np.where(unknown, 0, chances).mean())
         texts = tasks * (1 + sheets.texts.max()) + texts_in_task
-        return cls(indices, texts, Sampling(len(indices), tasks, texts_in_task), chance)
+        return cls(indices, texts, QuestionClusters(len(indices), tasks, texts_in_task), chance)
 
 
 def read_answers(store: Store, baseline: FinishedArm, others: Sequence[FinishedArm]) -> AnswerSheets:

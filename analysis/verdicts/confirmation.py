@@ -39,7 +39,7 @@ from headscan.analysis.verdicts.answer_sheets import (
 from headscan.analysis.verdicts.controls import SelectedRank, Standing, controls_needed, controls_of, judge_controls
 from headscan.analysis.verdicts.judge import Verdict, arm_verdict, benchmark_points
 from headscan.analysis.verdicts.metrics import read_metrics
-from headscan.analysis.verdicts.verdict_rows import compare_arm, complete_rows, differences_by_arm
+from headscan.analysis.verdicts.verdict_rows import complete_rows, differences_by_arm, rows_of_arm
 from headscan.analysis.verdicts.verdict_table import verdict_text
 from headscan.analysis.verdicts.verdict_words import ArmVerdict
 
@@ -515,7 +515,7 @@ def _by_key(rows: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, A
 
 def _split_rows(answers: AnswerSheets, baseline: FinishedArm, arm: FinishedArm, part: str) -> list[dict[str, Any]]:
     """Return an arm's rows of ``split_verdicts`` on one part; `_rejudged` judges those of the confirmation part."""
-    rows = compare_arm(answers, baseline, arm)
+    rows = rows_of_arm(answers, baseline, arm)
     verdict = arm_verdict(arm, differences_by_arm(rows).get(arm.arm_id, {}))
     split_columns = dict.fromkeys(("passes", "comparisons", "wide_low", "selected")) | {"part": part}
     passes = _may_be_selected(verdict) if part == SELECTION and verdict.accuracy is not None else None

@@ -28,7 +28,7 @@ from headscan.analysis.store.tables import (
 from headscan.analysis.store.verdict_limits import TAIL, z_quantile
 from headscan.analysis.verdicts.answer_sheets import CLOZE_SUFFIX, finished_arms
 from headscan.analysis.verdicts.metrics import RATES, estimate_ratio, resample_weights
-from headscan.analysis.verdicts.paired import Interval, Sampling, compare, t_quantile
+from headscan.analysis.verdicts.paired import Interval, QuestionClusters, compare, t_quantile
 
 
 def q_values(p_values: np.ndarray) -> np.ndarray:
@@ -85,7 +85,7 @@ class PairedOutcomes:
     strata: np.ndarray
     documents: np.ndarray
     selecting: np.ndarray
-    _samplings: dict[bytes, Sampling] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _samplings: dict[bytes, QuestionClusters] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -131,11 +131,11 @@ class PairedOutcomes:
         kept = self._kept(rows)
         return float((arm[kept] - self.baseline[kept]).sum() / self.sizes[kept].sum())
 
-    def _sampling(self, kept: np.ndarray) -> Sampling:
+    def _sampling(self, kept: np.ndarray) -> QuestionClusters:
         """Return how the kept rows fall into tasks and documents, which all arms share."""
         key = kept.tobytes()
         if key not in self._samplings:
-            self._samplings[key] = Sampling(int(kept.sum()), self.strata[kept], self.documents[kept])
+            self._samplings[key] = QuestionClusters(int(kept.sum()), self.strata[kept], self.documents[kept])
         return self._samplings[key]
 
     def _kept(self, rows: np.ndarray | None) -> np.ndarray:

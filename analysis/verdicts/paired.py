@@ -265,7 +265,7 @@ class _Stratum(NamedTuple):
         return float((residuals**2).sum()) * count / (count - 1)
 
 
-class Sampling:
+class QuestionClusters:
     """How questions fall into strata and clusters, which is the same for every arm.
 
     Args:
@@ -381,7 +381,7 @@ def percentiles(strata: tuple[_ClusterCounts, ...], resamples: int) -> tuple[flo
     return float(low), float(high)
 
 
-def _rare_low(delta: np.ndarray, sampling: Sampling) -> float:
+def _rare_low(delta: np.ndarray, sampling: QuestionClusters) -> float:
     """Return the lower end of the score interval of the mean of ``delta`` (questions,), -1 to 1, by clusters.
 
     The unit is the largest cluster, gained or lost as a whole: what few texts show is not more certain if each is asked
@@ -431,7 +431,7 @@ def _mcnemar(gained: int, lost: int) -> float:
 
 
 def compare(
-    baseline_correct: np.ndarray, arm_correct: np.ndarray, sampling: Sampling, *, resamples: int = 2000
+    baseline_correct: np.ndarray, arm_correct: np.ndarray, sampling: QuestionClusters, *, resamples: int = 2000
 ) -> PairedDifference:
     """Return the paired difference of two arms, (questions,) of 0 to 1 in the same order. Many arms share one
     ``sampling``.

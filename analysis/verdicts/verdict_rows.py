@@ -79,14 +79,14 @@ class VerdictInputs(NamedTuple):
         """Compute the missing rows. This takes long with many arms, so call it when the store is closed again."""
         if self.answers is None:
             return VerdictRows(self.stored, [])
-        compute = partial(compare_arm, self.answers, self.baseline)
+        compute = partial(rows_of_arm, self.answers, self.baseline)
         with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
             rows_by_arm = list(threads.map(compute, self.arms_without_rows))
         return VerdictRows(self.stored, [row for arm_rows in rows_by_arm for row in arm_rows])
 
 
 #: Columns of later schemas, NULL in older rows.
-_LATER_COLUMNS = ("texts", "texts_differ", "degrees_of_freedom")
+_NULLABLE_COLUMNS = ("texts", "texts_differ", "degrees_of_freedom")
 
 
 def complete_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -96,14 +96,14 @@ def complete_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _lacks_columns(row: Mapping[str, Any]) -> bool:
-    if any(row[name] is None for name in _LATER_COLUMNS):
+    if any(row[name] is None for name in _NULLABLE_COLUMNS):
         return True
     if row["recall"]:
         return row["informative"] is not None and row["retained"] is None
     return row["failed"] is None or row["informative"] is None
 
 
-def compare_arm(answers: AnswerSheets, baseline: FinishedArm, arm: FinishedArm) -> list[dict[str, Any]]:
+def rows_of_arm(answers: AnswerSheets, baseline: FinishedArm, arm: FinishedArm) -> list[dict[str, Any]]:
     """Return the ``arm_verdicts`` rows of an arm, for every scope."""
     rows = []
     for scope in answers.scopes:
@@ -153,7 +153,7 @@ def _row(arm: FinishedArm, scope: Scope, paired: PairedDifference) -> dict[str, 
         "arm_id": arm.arm_id,
         **scope._asdict(),
         **{column: getattr(paired, name) / 100 for column, name in _SHARES.items()},
-        **{name: getattr(paired, name) for name in (*_EQUAL_COLUMNS, *_LATER_COLUMNS)},
+        **{name: getattr(paired, name) for name in (*_EQUAL_COLUMNS, *_NULLABLE_COLUMNS)},
         "chance": None if paired.chance is None else paired.chance / 100,
         **{column: getattr(retained, name) / 100 for column, name in _RETAINED_SHARES.items() if retained},
     }

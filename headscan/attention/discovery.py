@@ -27,8 +27,8 @@ from headscan.attention.hooks import (
     SESSIONS,
     Interceptor,
     attention_implementation,
-    observed_attention,
     open_session,
+    visited_attention,
     window_is_named,
 )
 from headscan.errors import HeadscanError, InterventionError, UnsupportedModelError
@@ -82,7 +82,7 @@ def _check_outputs(model: PreTrainedModel, grid: HeadGrid, projections: list[str
     own = _projected(model, projections)
     with ExitStack() as hooks:
         for seen in (grid, *grid.others):
-            hooks.enter_context(observed_attention(model, seen, lambda *_: None))
+            hooks.enter_context(visited_attention(model, seen, lambda *_: None))
         outputs = _projected(model, projections)
     exact = model.dtype in (torch.float32, torch.float64)
     for place, name in enumerate(projections):

@@ -261,24 +261,24 @@ def _scored_call(
 
 
 #: Called with a site and its attention call; returns the heads' outputs (B, H, N, Dv) if it had to compute them anyway.
-AttentionObserver = Callable[[AttentionSite, AttentionCall], Tensor | None]
+AttentionVisitor = Callable[[AttentionSite, AttentionCall], Tensor | None]
 #: Called with a site and its heads' outputs (B, N, H, Dv); returns their replacement, or None for no change.
 OutputVisitor = Callable[[AttentionSite, Tensor], Tensor | None]
 
 
-class _ObserverSession:
-    """The session of an attention hook, which shows each layer's attention to every observer."""
+class _VisitorSession:
+    """The session of an attention hook, which shows each layer's attention to every visitor."""
 
     def __init__(self, sites: dict[nn.Module, AttentionSite]) -> None:
         self.sites = sites
-        self.observers: list[AttentionObserver] = []
+        self.visitors: list[AttentionVisitor] = []
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         site = self.sites[module]
         refuse_training(module)
         call = call.placed(causal=site.causal, cross=site.kind == "cross")
         with without_autocast(call.device):
-            outputs = [observer(site, call) for observer in self.observers]
+            outputs = [visitor(site, call) for visitor in self.visitors]
             computed = [output for output in outputs if output is not None]
             return computed[-1] if computed else call.output()
 
@@ -317,17 +317,17 @@ def refuse_training(model: nn.Module) -> None:
 
 
 @contextmanager
-def attention_hook(lm: LoadedModel, observer: AttentionObserver) -> Iterator[None]:
-    """Show every attention call to ``observer``, in addition to others; only one thread may use hooks on a model."""
+def attention_hook(lm: LoadedModel, visitor: AttentionVisitor) -> Iterator[None]:
+    """Show every attention call to ``visitor``, in addition to others; only one thread may use hooks on a model."""
     refuse_compiled(lm)
     refuse_training(lm.model)
-    with observed_attention(lm.model, lm.grid, observer):
+    with visited_attention(lm.model, lm.grid, visitor):
         yield
 
 
 @contextmanager
-def observed_attention(model: PreTrainedModel, grid: HeadGrid, observer: AttentionObserver) -> Iterator[None]:
-    """Show every attention call to ``observer``. `attention_hook` does so for a loaded model, discovery for a model
+def visited_attention(model: PreTrainedModel, grid: HeadGrid, visitor: AttentionVisitor) -> Iterator[None]:
+    """Show every attention call to ``visitor``. `attention_hook` does so for a loaded model, discovery for a model
     that it is about to load.
     """
     if not grid.sites:
@@ -335,18 +335,18 @@ def observed_attention(model: PreTrainedModel, grid: HeadGrid, observer: Attenti
         return
     sites = {model.get_submodule(site.path): site for site in grid.sites}
     session = SESSIONS.get(next(iter(sites)))
-    assert session is None or isinstance(session, _ObserverSession)
+    assert session is None or isinstance(session, _VisitorSession)
     with ExitStack() as cleanup:
         if session is None:
-            session = _ObserverSession(sites)
+            session = _VisitorSession(sites)
             cleanup.enter_context(open_session(sites, session))
             if any(site.by_interface for site in grid.sites):
                 cleanup.enter_context(attention_implementation(model, grid.implementation))
             intercepted = [module for module, site in sites.items() if not site.by_interface]
             if intercepted:
                 cleanup.enter_context(Interceptor(session.attend, intercepted, session.sequences))
-        session.observers.append(observer)
-        cleanup.callback(session.observers.remove, observer)
+        session.visitors.append(visitor)
+        cleanup.callback(session.visitors.remove, visitor)
         yield
 
 

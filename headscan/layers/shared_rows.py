@@ -133,7 +133,7 @@ class SharedRow:
         return SharedRow(self.prefix, endings, new_groups), torch.cat(token_ranges)
 
 
-class RowSplit(Exception):
+class HeadsDiffer(Exception):
     """Raised to stop the pass in a layer whose ablated heads, bool (R, H) on the CPU, differ between sequences of a
     group.
     """
@@ -210,7 +210,7 @@ class SharedRowHooks:
         return flat_MHD[layout.flat_index_N].transpose(0, 1)[None]
 
     def on_outputs(self, site: AttentionSite, outputs_BNHD: Tensor) -> Tensor:
-        """Score the heads of a layer for each sequence, and replace the outputs of those ablated. Raise RowSplit if
+        """Score the heads of a layer for each sequence, and replace the outputs of those ablated. Raise HeadsDiffer if
         they differ between sequences that share a copy of the prefix.
         """
         layout = self._layout(outputs_BNHD.device)
@@ -220,7 +220,7 @@ class SharedRowHooks:
             ablated_on_cpu = ablated_RH.cpu()  # The one time in a layer that a GPU is waited for.
             for group in self._row.groups:
                 if len(group) > 1 and bool((ablated_on_cpu[list(group)] != ablated_on_cpu[group[0]]).any()):
-                    raise RowSplit(site.layer, ablated_on_cpu)
+                    raise HeadsDiffer(site.layer, ablated_on_cpu)
         if ablated_on_cpu is not None and not bool(ablated_on_cpu.any()):
             return outputs_BNHD
         ablated_RH = ablated_RH.to(outputs_BNHD.device, non_blocking=True)
@@ -258,7 +258,7 @@ class SharedRowHooks:
         if (singles := layout.singles) is not None:
             values = self._single_statistics.on_outputs(site, outputs_NHD[singles.tokens_RT], singles.lengths_R)
             scores.append(score(values, name))
-        return torch.cat(scores)[layout.score_row_R]
+        return torch.cat(scores)[layout.score_index_R]
 
     def _layout(self, device: torch.device) -> _Layout:
         if device not in self._layouts:
@@ -275,7 +275,7 @@ def _statistics_of(lm: LoadedModel, ablated: Iterable[LayerwiseAblation]) -> Rul
     return RuleStatistics(lm, *scores.pop()) if scores else RuleStatistics(lm, None)
 
 
-class _Groups(NamedTuple):
+class _SharedCopies(NamedTuple):
     """Groups of several endings that share a copy of the prefix. R counts the endings of all groups.
 
     Attributes:
@@ -293,7 +293,7 @@ class _Groups(NamedTuple):
     ending_lengths_R: Tensor
 
 
-class _Singles(NamedTuple):
+class _SingleCopies(NamedTuple):
     """Sequences that have a copy of the prefix to themselves: indices of their tokens, prefix included, padded with the
     last one, and their lengths.
     """
@@ -316,7 +316,7 @@ class _Layout(NamedTuple):
         flattened           p0  p1  a0  a1  b0  b0     p0  p1  a0  a1  p0  p1  b0  b0
         flat_index_N        [0, 1, 2, 3, 4]            [0, 1, 2, 3, 4, 5, 6]
         sequence_N          [0, 0, 0, 0, 1]            [0, 0, 0, 0, 1, 1, 1]
-        score_row_R         [0, 1]                     [0, 1]
+        score_index_R         [0, 1]                     [0, 1]
 
     Attributes:
         groups: None if no endings share a copy of the prefix.
@@ -324,15 +324,15 @@ class _Layout(NamedTuple):
         flat_index_N: Index of each token of the row in the flattened tokens of the groups' prefixes, their endings and
             the singles, in this order, padding included.
         sequence_N: A sequence that each token belongs to: of a group's prefix, the first one.
-        score_row_R: Index of each sequence in the endings of groups, followed by the singles.
+        score_index_R: Index of each sequence in the endings of groups, followed by the singles.
         ablation_R: Number of each sequence's ablation.
     """
 
-    groups: _Groups | None
-    singles: _Singles | None
+    groups: _SharedCopies | None
+    singles: _SingleCopies | None
     flat_index_N: Tensor
     sequence_N: Tensor
-    score_row_R: Tensor
+    score_index_R: Tensor
     ablation_R: Tensor
 
     @classmethod
@@ -342,8 +342,8 @@ class _Layout(NamedTuple):
         shared = [group for group in row.groups if len(group) > 1]
         endings = [index for group in shared for index in group]
         single = [group[0] for group in row.groups if len(group) == 1]
-        groups: _Groups | None = None
-        singles: _Singles | None = None
+        groups: _SharedCopies | None = None
+        singles: _SingleCopies | None = None
         # Indices of tokens, which of them are no padding, and the sequence of each line.
         tables: list[tuple[Tensor, Tensor, list[int]]] = []
         if shared:
@@ -354,7 +354,7 @@ class _Layout(NamedTuple):
             tables.append((prefixes_GP, is_prefix_GP, [group[0] for group in shared]))
             tables.append((endings_RT, is_ending_RT, endings))
             group_R = torch.tensor([number for number, group in enumerate(shared) for _ in group])
-            groups = _Groups(
+            groups = _SharedCopies(
                 prefixes_GP.to(device),
                 prefix_lengths_G.to(device),
                 group_R.to(device),
@@ -365,7 +365,7 @@ class _Layout(NamedTuple):
             lengths_R = len(row.prefix) + row.ending_lengths[single]
             tokens_RT, is_token_RT = _token_indices([starts[(index,)] for index in single], lengths_R)
             tables.append((tokens_RT, is_token_RT, single))
-            singles = _Singles(tokens_RT.to(device), lengths_R.to(device))
+            singles = _SingleCopies(tokens_RT.to(device), lengths_R.to(device))
         flat_index_N = torch.empty(len(row), dtype=torch.long)
         sequence_N = torch.empty(len(row), dtype=torch.long)
         flat_tokens = 0  # of the tables before
@@ -374,13 +374,13 @@ class _Layout(NamedTuple):
             flat_index_N[indices[is_token]] = flat_index[is_token]
             sequence_N[indices[is_token]] = torch.tensor(sequences)[:, None].expand_as(indices)[is_token]
             flat_tokens += indices.numel()
-        score_row_R = torch.tensor([*endings, *single]).argsort()
+        score_index_R = torch.tensor([*endings, *single]).argsort()
         return cls(
             groups,
             singles,
             flat_index_N=flat_index_N.to(device),
             sequence_N=sequence_N.to(device),
-            score_row_R=score_row_R.to(device),
+            score_index_R=score_index_R.to(device),
             ablation_R=ablation_R.to(device),
         )
 
@@ -479,13 +479,13 @@ def read_shared_row(
         lm.grid.check(ablation.fixed_heads or ())
     statistics = _statistics_of(lm, ablations)
     zeros_R = torch.zeros(len(row.endings), dtype=torch.long)
-    branches = [_Branch(list(range(len(row.endings))), row, 0, None, zeros_R)]
+    branches = [_PendingPass(list(range(len(row.endings))), row, 0, None, zeros_R)]
     while branches:
         branch = branches.pop()
         row_hooks = SharedRowHooks(lm, [ablations[index] for index in branch.sequences], branch.row, statistics)
         try:
             value = branch.read(blocks, row_hooks, forward)
-        except RowSplit as split:
+        except HeadsDiffer as split:
             layers_left = 1 - split.layer / len(blocks.all)  # share of all layers
             groups = branch.equal_groups(split.ablated_RH, pass_cost / layers_left)
             branches += branch.resumed_at(split.layer, groups, row_hooks, most_tokens)
@@ -495,7 +495,7 @@ def read_shared_row(
 
 
 @dataclass(frozen=True)
-class _Branch:
+class _PendingPass:
     """Sequences read in one row from a layer on, whose input is ``hidden`` (1, N, E); None starts at the embedding.
     ``ablated_R`` counts the heads ablated in each below the layer.
     """
@@ -507,7 +507,7 @@ class _Branch:
     ablated_R: Tensor
 
     def read(self, blocks: Blocks, row_hooks: SharedRowHooks, forward: Callable[[SharedRow, list[int]], V]) -> V:
-        """Return the value of ``forward``, whose pass starts at the layer; raise RowSplit in a layer where it stops."""
+        """Return the value of ``forward``, whose pass starts at the layer; raise HeadsDiffer where it stops."""
         with ExitStack() as hooks:
             if self.hidden is not None:
                 hooks.enter_context(resuming_at(blocks, self.layer, self.hidden))
@@ -533,7 +533,7 @@ class _Branch:
 
     def resumed_at(
         self, layer: int, groups: Sequence[list[int]], row_hooks: SharedRowHooks, most_tokens: float
-    ) -> list[_Branch]:
+    ) -> list[_PendingPass]:
         """Return the branches that resume at a layer with these groups, in rows of at most ``most_tokens`` tokens;
         ``row_hooks`` are those of the pass that stopped in this layer.
         """
@@ -548,13 +548,13 @@ class _Branch:
             row_tokens += group_tokens
         hidden, ablated_R = row_hooks.layer_input, self.ablated_R + row_hooks.ablated_R
         assert hidden is not None
-        branches: list[_Branch] = []
+        branches: list[_PendingPass] = []
         for row_groups in groups_of_rows:
             row, token_indices = self.row.regrouped(row_groups)
             kept = sorted(index for group in row_groups for index in group)
             sequences = [self.sequences[index] for index in kept]
             row_hidden = hidden[:, token_indices.to(hidden.device)]
-            branches.append(_Branch(sequences, row, layer, row_hidden, ablated_R[kept]))
+            branches.append(_PendingPass(sequences, row, layer, row_hidden, ablated_R[kept]))
         return branches
 
 

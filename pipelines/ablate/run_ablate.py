@@ -15,7 +15,7 @@ from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.tables import EACH
 from headscan.analysis.verdicts.head_effects import HeadEffect, record_effects
 from headscan.grid import Head, HeadGrid
-from headscan.pipelines.evaluate.checks import check_predicts
+from headscan.pipelines.evaluate.checks import check_next_token_head
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.evaluate.run_evaluation import Purpose, run_evaluation
 from headscan.pipelines.evaluate.tasks import Questions
@@ -57,7 +57,7 @@ class AblateResult(NamedTuple):
 
 def run_ablate(config: AblateConfig, run: Run) -> AblateResult:
     """Measure the effect of every head, record the table in the store, and return it."""
-    check_predicts(run)
+    check_next_token_head(run)
     text = None
     if (texts := config.texts) is not None:
         text = HeldOutText.of_corpus(

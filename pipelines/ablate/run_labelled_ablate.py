@@ -107,7 +107,7 @@ class LabelledArmItem(ArmItem[LabelledText]):
         lengths, reading = [text.longest for text in self.requests], self.reading
         ask = _losses if reading.metric == LOSS else _classes if reading.answers is Answers.CLASS else _generate
         answer_of: dict[int, LogLikelihood | str] = {}
-        with intervening(lm, self.intervention, rule_kernels=False):
+        with intervening(lm, self.intervention, headscan_kernels=False):
             for batch in whole_batches(lengths, self.batch_tokens, reading.rope.group):
                 halves = run_halving(
                     list(batch.sequence_indices),
@@ -335,7 +335,7 @@ def run_labelled_ablate(config: LabelledAblateConfig, run: Run, *, texts: Labell
     questions = LabelledQuestions(config.judging, texts, texts.texts)
     arms = [WITHOUT_ABLATION, *(arm for mode in config.modes for arm in single_arms(run.facts.grid, mode))]
     run.say(f"{len(arms)} arms: the baseline and {len(arms) - 1} sets of heads, on {len(texts.texts)} examples")
-    with run.recording(questions.record(run), arms=[arm.name for arm in arms]) as state:
+    with run.in_progress(questions.record(run), arms=[arm.name for arm in arms]) as state:
         answer_labelled(questions, run, state.run_id, arms)
     with at_work("effects and their intervals"):
         return AblateResult(state.run_id, tuple(record_effects(run.store, state.run_id)))

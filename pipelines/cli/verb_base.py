@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from headscan.pipelines.runs.model_identity import ModelIdentity
 
 #: Corpus of the bundled model unless one is named: modules of the standard library that it has not read.
-DEMO_CORPUS = BUILT_IN_CORPORA[-1]
+DEMO_CORPUS = "python-stdlib-heldout"
 #: What can be a corpus, apart from a file or a folder.
 OTHER_CORPORA = f"data set on the hub, or a built-in corpus: {', '.join(BUILT_IN_CORPORA)}"
 CORPORA = f"file, folder, {OTHER_CORPORA}"

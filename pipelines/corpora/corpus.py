@@ -16,7 +16,7 @@ from headscan.pipelines.corpora.data_sets import open_hub, read_hub
 from headscan.pipelines.corpora.documents import Document, Entry, LocalFile, is_compressed, suffix_of, text_entry
 from headscan.pipelines.corpora.files import FORMATS, TEXT_SUFFIXES, hash_file, list_folder, read_file
 from headscan.pipelines.corpora.stdlib_files import LIBRARY, held_out_files, seen_modules, standard_library_files
-from headscan.pipelines.settings.corpus_settings import BUILT_IN_CORPORA, CorpusError, CorpusSpec
+from headscan.pipelines.settings.corpus_settings import CorpusError, CorpusSpec
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -29,14 +29,15 @@ class BuiltIn(NamedTuple):
     files: Callable[[], Iterable[Path]]
 
 
-_LIBRARY_NAME, _MODULES_NAME, _HELD_OUT_NAME = BUILT_IN_CORPORA
-#: Built-in corpora by name.
+#: Built-in corpora by name; `BUILT_IN_CORPORA` lists the names for help.
 BUILT_IN = {
-    _LIBRARY_NAME: BuiltIn("source files of the running interpreter's standard library", standard_library_files),
-    _MODULES_NAME: BuiltIn(
+    "python-stdlib": BuiltIn("source files of the running interpreter's standard library", standard_library_files),
+    "python-stdlib-modules": BuiltIn(
         "single-file modules of the standard library in the demo model's training data", seen_modules
     ),
-    _HELD_OUT_NAME: BuiltIn("standard-library modules that are not in the demo model's training data", held_out_files),
+    "python-stdlib-heldout": BuiltIn(
+        "standard-library modules that are not in the demo model's training data", held_out_files
+    ),
 }
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")

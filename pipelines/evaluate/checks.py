@@ -16,7 +16,7 @@ from headscan.pipelines.scoring.reading import can_share_prefixes
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Request
 
 
-def check_predicts(model: ModelContext) -> None:
+def check_next_token_head(model: ModelContext) -> None:
     if not model.facts.grid.predicts_next_token:
         raise UnsupportedModelError(
             f"{model.identity.name} does not predict the next token, but tasks need a decoder. Use a decoder"
@@ -30,7 +30,7 @@ def check_generates(pool: Pool, requests: Mapping[str, Request | GenerationReque
         refuse_staged(pool, f"generation of {prompts} texts", instead="tasks with log-likelihoods")
 
 
-def check_continues(
+def check_eviction(
     model: ModelContext, arms: Sequence[Arm], requests: Mapping[str, Request | GenerationRequest]
 ) -> None:
     """Raise if an arm evicts keys and the pool is staged, or the model cannot score continuations of evicted caches."""

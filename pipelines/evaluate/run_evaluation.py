@@ -30,10 +30,10 @@ from headscan.pipelines.evaluate.answering import (
     request_chunks,
 )
 from headscan.pipelines.evaluate.checks import (
-    check_continues,
+    check_eviction,
     check_generates,
     check_models,
-    check_predicts,
+    check_next_token_head,
     check_resampled,
 )
 from headscan.pipelines.evaluate.tasks import Questions, TaskResults
@@ -44,7 +44,7 @@ from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms, distinct_arms
 from headscan.pipelines.scoring.bundles import bundle_size, possible_starts
 from headscan.pipelines.scoring.likelihood import grouped_tokens
-from headscan.pipelines.scoring.reading import HALF, choose_reading, need_rule_kernels, need_whole_inputs
+from headscan.pipelines.scoring.reading import HALF, choose_reading, need_headscan_kernels, need_whole_inputs
 from headscan.pipelines.scoring.token_requests import LogLikelihood
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
 
@@ -76,20 +76,20 @@ def run_evaluation(
     """
     if questions is None:
         questions = Questions(config.tasks, config.recall, run.identity, config.text)
-    check_predicts(run)  # before the run begins; `answering` checks the models of other arms when they are open
+    check_next_token_head(run)  # before the run begins; `answering` checks the models of other arms when they are open
     arms = distinct_arms(arms)
     models = check_models(arms, run.identity, questions)
     for note in (*questions.notes, *check_arms(run.facts.grid, arms), *window_notes(arms, questions.requests.values())):
         run.say(note)
     check_resampled(arms, questions.requests)
     check_generates(run.pool, questions.requests)
-    check_continues(run, arms, questions.requests)
+    check_eviction(run, arms, questions.requests)
     interventions = [arm.intervention for arm in arms]
     rounding = _rounding(run.facts, interventions, in_ranges=run.pool.staged)
     record = _record(config, rounding, run, questions, purpose)
     chunks = request_chunks(questions.requests, config.batch_tokens)
     answering_settings = partial(_answering_settings, config, questions, interventions)
-    with run.recording(record, arms=[arm.name for arm in arms]) as state:
+    with run.in_progress(record, arms=[arm.name for arm in arms]) as state:
         run_arms(
             run,
             state.run_id,
@@ -122,12 +122,12 @@ def _answering_settings(
     evaluation count.
     """
     pool, facts = run.pool, run.facts
-    check_predicts(run)
+    check_next_token_head(run)
     check_generates(pool, questions.requests)
     share_prefixes = False if pool.staged else config.share_prefixes
     reading = choose_reading(pool, facts.dtype, run.identity.rope_lengths, interventions, share_prefixes, run.say)
     # Arms that use the kernels of rules always start from token ids, never from a cached layer.
-    can_bundle = arm_count > 1 and not (pool.staged or reading.rule_kernels)
+    can_bundle = arm_count > 1 and not (pool.staged or reading.headscan_kernels)
     starts = pool.one(possible_starts, interventions) if can_bundle else frozenset()
     prefix_tokens = max(questions.longest_input(), grouped_tokens(facts.device.split(":")[0]))
     size = bundle_size(facts.caches if reading.share_prefixes else {}, prefix_tokens)
@@ -194,7 +194,7 @@ def _rounding(facts: ModelFacts, interventions: Sequence[Intervention | None], *
     """
     if facts.dtype not in HALF:
         return "plain"
-    kernels = "of rules" if need_rule_kernels(facts.dtype, interventions) else "plain"
+    kernels = "of rules" if need_headscan_kernels(facts.dtype, interventions) else "plain"
     rounding = [kernels, torch.device(facts.device).type]
     if need_whole_inputs(facts.dtype, interventions):
         rounding.append("whole inputs")

@@ -29,7 +29,7 @@ from headscan.catalog import RECALL_FAMILIES, SCORES, MassWidths, head_count, st
 from headscan.errors import InterventionError
 from headscan.pipelines.corpora import CorpusReport, TokenSequence, shards
 from headscan.pipelines.corpora.sequences import hash_ids
-from headscan.pipelines.evaluate.checks import check_generates, check_predicts
+from headscan.pipelines.evaluate.checks import check_generates, check_next_token_head
 from headscan.pipelines.evaluate.run_evaluation import EVALUATE, Purpose, run_evaluation
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.measure.run_corpus import write_shards
@@ -205,7 +205,7 @@ def run_sweep(config: SweepConfig, run: Run) -> SweepResult:
             f"each half of the questions has about {half} (limit {least}), too few to confirm any arm as"
             " removable. Raise `limit`, or use `confirm=False` to judge on all questions"
         )
-    check_predicts(run)
+    check_next_token_head(run)
     check_generates(run.pool, questions.requests)
     for score in config.scores:
         HeadRule(score, 0.0)  # raises if rules cannot measure it, before the prompts are recorded

@@ -23,7 +23,7 @@ import pyarrow as pa
 from headscan.analysis.errors import StoreError
 from headscan.analysis.store.records import RunKind, RunRecord, ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
-from headscan.cluster.pool import IncompleteError, StagedTask, Task
+from headscan.cluster.pool import IncompleteError, PassTask, Task
 from headscan.errors import HeadscanError
 from headscan.pipelines.corpora import CorpusReport, Shard, TokenSequence, open_corpus, sequences, shards
 from headscan.pipelines.runs.model_identity import fingerprint
@@ -79,7 +79,7 @@ def run_corpus(
     task: Task[Any, ShardTable],
     shard_item: Callable[[Shard], Any],
     *,
-    forward_passes: float,
+    cost_in_passes: float,
     identity_settings: Mapping[str, Any],
     stored_settings: Mapping[str, Any],
     prompts: Callable[[], Sequence[TokenSequence]] = tuple,
@@ -89,7 +89,7 @@ def run_corpus(
 
     Args:
         shard_item: Returns the item of ``task`` for a shard, which the item has as ``shard``.
-        forward_passes: Cost of a sequence, in forward passes.
+        cost_in_passes: Cost of a sequence, in forward passes.
         identity_settings: Settings on which the numbers depend, in addition to those of `CorpusRunConfig`.
         stored_settings: The same settings as the store records them.
         prompts: Makes sequences that are measured after the corpus, numbered from 0.
@@ -118,7 +118,7 @@ def run_corpus(
             return CorpusRunResult(stored_run["run_id"], already_done=True, part=part)
     # Parts of one scan may run on different devices, and all need the same shards.
     wanted_size = config.shard_size if part is None else config.shard_size or _PART_SHARD
-    shard_size = shard_size_of(run, kind, run_hash, wanted_size, config.tokens.max_tokens, forward_passes)
+    shard_size = shard_size_of(run, kind, run_hash, wanted_size, config.tokens.max_tokens, cost_in_passes)
 
     report = CorpusReport()
     corpus_shards = shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=shard_size)
@@ -190,9 +190,9 @@ def write_shards(
         ):
             # In this process progress moves with each pass, elsewhere with each shard.
             pool_task = task
-            if pool.local and isinstance(task, StagedTask):
+            if pool.local and isinstance(task, PassTask):
                 pool_task = partial(task, on_pass=progress.update)
-            items = map(shard_item, tally.missing(all_shards, progress))
+            items = map(shard_item, tally.to_measure(all_shards, progress))
             for finished in pool.map(pool_task, items):
                 shard, table = finished.item.shard, finished.value
                 ledger_row = ShardRecord(
@@ -245,7 +245,7 @@ class _ShardTally:
     def total(self) -> int:
         return self.measured + self.skipped + self.others_stored + self.others_missing
 
-    def missing(self, all_shards: Iterable[Shard], progress: Progress) -> Iterator[Shard]:
+    def to_measure(self, all_shards: Iterable[Shard], progress: Progress) -> Iterator[Shard]:
         """Yield the shards to measure. Raises CorpusChangedError if a stored one has other text."""
         for shard in all_shards:
             self.content.update(shard.content_hash.encode())
@@ -309,10 +309,10 @@ def run_fingerprint(run: Run, kind: RunKind, settings: Mapping[str, Any], shard_
 
 
 def shard_size_of(
-    run: Run, kind: RunKind, run_hash: str, wanted_size: int | None, tokens: int, forward_passes: float
+    run: Run, kind: RunKind, run_hash: str, wanted_size: int | None, tokens: int, cost_in_passes: float
 ) -> int:
     """Return the number of sequences of a shard: that of the run if it began before, else the wanted one, else about 20
-    seconds of work on texts of ``tokens`` tokens that cost ``forward_passes`` forward passes each.
+    seconds of work on texts of ``tokens`` tokens that cost ``cost_in_passes`` forward passes each.
     """
     stored_run = run.stored_run(kind, run_hash)
     if stored_run is not None:
@@ -321,7 +321,7 @@ def shard_size_of(
         return wanted_size
     flops = forward_flops(run.model)
     speed = _CPU_SPEED if run.facts.device.startswith("cpu") else _GPU_SPEED
-    seconds = forward_passes * tokens * flops.per_token(tokens, logits=True) / speed
+    seconds = cost_in_passes * tokens * flops.per_token(tokens, logits=True) / speed
     return max(1, min(_LARGEST_SHARD, int(_SHARD_SECONDS / seconds)))
 
 

@@ -87,7 +87,7 @@ def run_gates(config: GatesConfig, run: Run) -> GatesResult:
         corpus=config.corpus.name,
         corpus_hash=texts,
     )
-    with run.recording(record) as state:
+    with run.in_progress(record) as state:
         run.say(f"run {state.run_id}")
         folder = run.store.path.with_name(f"{run.store.path.name}.gates") / state.run_id
         down, up = _fit(config, run, grid, ids, lengths, folder, run_hash)

@@ -140,7 +140,7 @@ def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
         "importance",
         measure_importance,
         importance_item,
-        forward_passes=_PASSES,
+        cost_in_passes=_PASSES,
         identity_settings=settings,
         stored_settings=settings,
         prompts=prompts,

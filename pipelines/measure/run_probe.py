@@ -122,7 +122,7 @@ def run_probe(config: ProbeConfig, run: Run) -> ProbeResult:
         corpus_hash=corpus_hash,
     )
     strengths: dict[str, dict[str, np.ndarray]] = {}
-    with run.recording(record) as state:
+    with run.in_progress(record) as state:
         run.say(f"run {state.run_id}")
         with Progress("probe", sum(item.sequences for item in items), "sequences") as progress:
             for done_item in run.pool.map(probe_heads, items):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headscan.catalog import MassWidths
-from headscan.cluster.pool import StagedTask
+from headscan.cluster.pool import PassTask
 from headscan.errors import NotFiniteError
 from headscan.grid import HeadGrid
 from headscan.measure.collect import collect, find_nonfinite, first_nonfinite
@@ -50,7 +50,7 @@ def run_scan(config: ScanConfig, run: Run) -> CorpusRunResult:
         "scan",
         measure_shard,
         scan_item,
-        forward_passes=_PASSES,
+        cost_in_passes=_PASSES,
         identity_settings={**settings, "widths": widths},
         stored_settings={**settings, **widths, "panel": None if config.statistics else config.panel},
         part=config.part,
@@ -131,7 +131,7 @@ class HeadMeasurements:
         )
 
 
-class _MeasureShard(StagedTask[ScanItem, Batch, list[HeadMeasurements], ShardTable]):
+class _MeasureShard(PassTask[ScanItem, Batch, list[HeadMeasurements], ShardTable]):
     """Pool task: measure every head on every sequence of a shard. A partial result has an element for each kind of
     site.
     """
@@ -177,7 +177,7 @@ class _MeasureShard(StagedTask[ScanItem, Batch, list[HeadMeasurements], ShardTab
         return ShardTable(pa.concat_tables(tables), nonfinite_rows)
 
 
-#: The task of a scan. A pool calls it like a function (`StagedTask.__call__`), or runs its passes by layer ranges.
+#: The task of a scan. A pool calls it like a function (`PassTask.__call__`), or runs its passes by layer ranges.
 measure_shard = _MeasureShard("measure_shard")
 
 

@@ -191,7 +191,7 @@ def run_labelled_referee(config: LabelledRefereeConfig, run: Run, *, texts: Labe
         f"{', '.join(config.criteria)}: {len(names) + 1} arms on {len(judging)} examples; {len(ranking)} examples order"
         " the heads"
     )
-    with run.recording(questions.record(run), arms=[WITHOUT_ABLATION.name, *names]) as state:
+    with run.in_progress(questions.record(run), arms=[WITHOUT_ABLATION.name, *names]) as state:
         arms = _arms(curves, config, run, item, _stored_heads(run.store, state.run_id))
         answer_labelled(questions, run, state.run_id, [WITHOUT_ABLATION, *arms])
     points = read_site_points(run.store, state.run_id)

@@ -23,7 +23,7 @@ from headscan.long_work import KnownNumbers, LongWork
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pad
 from headscan.options import BATCH_TOKENS, check_limits
-from headscan.pipelines.evaluate.checks import check_predicts
+from headscan.pipelines.evaluate.checks import check_next_token_head
 from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.measure.run_importance import recall_texts
@@ -212,7 +212,7 @@ def run_referee(config: RefereeConfig, run: Run) -> str:
     process.
     """
     refuse_staged(run.pool, "the removal of heads")
-    check_predicts(run)
+    check_next_token_head(run)
     columns = run.pool.one(columns_to_solve, config.repair.targets)
     texts, held_out = read_texts(config.texts, run.identity, columns, run.say)
     evaluation = replace(config.evaluation, text=held_out)

@@ -286,7 +286,7 @@ class Run(ModelContext):
             self.store.finish_run(numbers.run_id)
 
     @contextmanager
-    def recording(self, record: RunRecord, *, arms: Collection[str] = ()) -> Iterator[RunState]:
+    def in_progress(self, record: RunRecord, *, arms: Collection[str] = ()) -> Iterator[RunState]:
         """Begin or resume a run, which fails if the block does; the caller finishes it. A finished run that lacks one
         of ``arms``, the names of all arms that will answer, is extended.
         """

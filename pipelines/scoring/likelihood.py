@@ -196,17 +196,17 @@ _POSITIONS_AT_A_TIME = 512
 
 @dataclass(frozen=True)
 class LikelihoodItem(ArmItem[Request]):
-    """Requests for one replica; ``rule_kernels``, the attention kernels of rules, exclude ``share_prefixes``."""
+    """Requests for one replica; ``headscan_kernels``, the attention kernels of rules, exclude ``share_prefixes``."""
 
     share_prefixes: bool
-    rule_kernels: bool = False
+    headscan_kernels: bool = False
     rope: RopeLengths = UNVARYING
 
     def run(self, lm: LoadedModel) -> list[Responses[LogLikelihood]]:
         """Answer requests with the item's heads ablated."""
         inputs = distinct_inputs(self.requests)
         share = self.share_prefixes and (self.intervention is None or self.intervention.may_share_prefix)
-        with torch.no_grad(), intervening(lm, self.intervention, rule_kernels=self.rule_kernels) as record:
+        with torch.no_grad(), intervening(lm, self.intervention, headscan_kernels=self.headscan_kernels) as record:
             score = partial(score_inputs, lm, record=record)
             results = dict(score_in_batches(lm, inputs, self.batch_tokens, share, partial(read_prefix, lm), score))
         return [by_request(inputs, results)]
@@ -214,13 +214,14 @@ class LikelihoodItem(ArmItem[Request]):
 
 @contextmanager
 def intervening(
-    lm: LoadedModel, intervention: Intervention | None, *, rule_kernels: bool, **about: Any
+    lm: LoadedModel, intervention: Intervention | None, *, headscan_kernels: bool, **about: Any
 ) -> Iterator[InterventionRecord | None]:
-    """Apply an intervention while the context is open; None yields None. ``rule_kernels`` uses the kernels of rules for
-    every arm, because kernels round differently in half precision; ``about`` goes to `headscan.intervene`.
+    """Apply an intervention while the context is open; None yields None. ``headscan_kernels`` uses the kernels of
+    `headscan.attention` for every arm, because kernels round differently in half precision; ``about`` goes to
+    `headscan.intervene`.
     """
     with ExitStack() as context:
-        if rule_kernels and (intervention is None or not intervention.needs_whole_input):
+        if headscan_kernels and (intervention is None or not intervention.needs_whole_input):
             context.enter_context(attention_hook(lm, lambda site, call: call.output()))
         yield None if intervention is None else context.enter_context(headscan.intervene(lm, intervention, **about))
 

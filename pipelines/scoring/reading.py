@@ -44,12 +44,12 @@ class PromptReading:
     Attributes:
         share_prefixes: Common prefixes are read once, into a KV cache, or in shared rows.
         shared_rows: Rules, which cannot continue from a KV cache, share prefixes in rows.
-        rule_kernels: All arms use the kernels of rules, and rows if rules do.
+        headscan_kernels: All arms use the kernels of rules, and rows if rules do.
     """
 
     share_prefixes: bool
     shared_rows: bool = False
-    rule_kernels: bool = False
+    headscan_kernels: bool = False
     rope: RopeLengths = UNVARYING
 
     def bundle(
@@ -73,17 +73,19 @@ class PromptReading:
             # Generation needs lm-eval, which benchmarks of scoring do without.
             from headscan.pipelines.scoring.generation import GenerationItem
 
-            return GenerationItem(name, requests, intervention, batch_tokens, one_by_one=self.rule_kernels)
+            return GenerationItem(name, requests, intervention, batch_tokens, one_by_one=self.headscan_kernels)
         if intervention is not None and intervention.evicts:
             return EvictionItem(name, requests, intervention, batch_tokens)
-        if self.shared_rows and (self.rule_kernels or (intervention is not None and intervention.needs_whole_input)):
+        if self.shared_rows and (
+            self.headscan_kernels or (intervention is not None and intervention.needs_whole_input)
+        ):
             return SharedRowItem(name, requests, intervention, batch_tokens)
         return LikelihoodItem(
-            name, requests, intervention, batch_tokens, self.share_prefixes, self.rule_kernels, self.rope
+            name, requests, intervention, batch_tokens, self.share_prefixes, self.headscan_kernels, self.rope
         )
 
 
-def need_rule_kernels(dtype: str, interventions: Sequence[Intervention | None]) -> bool:
+def need_headscan_kernels(dtype: str, interventions: Sequence[Intervention | None]) -> bool:
     """Return True if all arms need the kernels of rules, because one of them does: in half precision kernels round
     differently, which would add to every difference to the baseline.
     """
@@ -118,17 +120,17 @@ def choose_reading(
             arms can also use the same kernels.
         say: Receives the reason if prefixes are not shared.
     """
-    rule_kernels = need_rule_kernels(dtype, interventions)
-    whole = PromptReading(False, rule_kernels=rule_kernels, rope=rope)
+    headscan_kernels = need_headscan_kernels(dtype, interventions)
+    whole = PromptReading(False, headscan_kernels=headscan_kernels, rope=rope)
     if share_prefixes is False:
         return whole
     if share_prefixes is None and need_whole_inputs(dtype, interventions):
         say(f"prompts are read whole: in {dtype} all arms need the same kernels, and resampled heads need whole inputs")
         return whole
     rules = any(intervention is not None and intervention.needs_whole_input for intervention in interventions)
-    if (rules or rule_kernels) and pool.one(can_read_shared_rows, None):
-        return PromptReading(True, shared_rows=True, rule_kernels=rule_kernels, rope=rope)
-    if rule_kernels and share_prefixes is None:
+    if (rules or headscan_kernels) and pool.one(can_read_shared_rows, None):
+        return PromptReading(True, shared_rows=True, headscan_kernels=headscan_kernels, rope=rope)
+    if headscan_kernels and share_prefixes is None:
         say(f"prompts are read whole: in {dtype} all arms need the same kernels, and this model cannot share rows")
         return whole
     if not pool.one(can_share_prefixes, None):

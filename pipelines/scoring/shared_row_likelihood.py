@@ -109,7 +109,7 @@ class SharedRowItem(ArmItem[Request]):
             results = _RowReader(lm, ablation, inputs, self.batch_tokens).results()
         whole = [index for index in range(len(inputs)) if index not in results]
         whole_inputs = [inputs[index] for index in whole]
-        with torch.no_grad(), intervening(lm, self.intervention, rule_kernels=True) as record:
+        with torch.no_grad(), intervening(lm, self.intervention, headscan_kernels=True) as record:
             score, read_prefixes = partial(score_inputs, lm, record=record), partial(read_prefix, lm)
             scored = score_in_batches(lm, whole_inputs, self.batch_tokens, False, read_prefixes, score)
             results |= {whole[index]: result for index, result in scored}

@@ -14,7 +14,7 @@ from itertools import chain
 
 import torch
 
-from headscan.cluster.pool import StagedTask
+from headscan.cluster.pool import PassTask
 from headscan.layers.layer_ranges import ablation_here, gives_logits
 from headscan.models.forward_inputs import run_forward
 from headscan.models.loaded_model import LoadedModel
@@ -44,7 +44,7 @@ class RangeResult:
     heads: int
 
 
-class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, RangeResult, list[Responses[LogLikelihood]]]):
+class _ScoreInRanges(PassTask[LikelihoodItem, Batch, RangeResult, list[Responses[LogLikelihood]]]):
     """Pool task: answer requests like `LikelihoodItem.run`, range by range of layers."""
 
     def passes(self, item: LikelihoodItem) -> list[Batch]:
@@ -62,7 +62,7 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, RangeResult, list[Respons
         with (
             torch.no_grad(),
             intervening(
-                lm, intervention, rule_kernels=item.rule_kernels, lengths=lengths, input_keys=input_keys
+                lm, intervention, headscan_kernels=item.headscan_kernels, lengths=lengths, input_keys=input_keys
             ) as record,
         ):
             if gives_logits(lm):

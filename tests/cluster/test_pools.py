@@ -11,7 +11,7 @@ import torch
 
 from headscan.cluster.placement_base import PlacementError
 from headscan.cluster.placements import ShardedPlacement, WholePlacement
-from headscan.cluster.pool import IncompleteError, InProcessPool, Pool, StagedTask, WorkError, open_pool, run_pass
+from headscan.cluster.pool import IncompleteError, InProcessPool, PassTask, Pool, WorkError, open_pool, run_pass
 from headscan.cluster.ray_pool import RayPool
 from headscan.cluster.supervision import MAX_ATTEMPTS
 from headscan.errors import HeadscanError
@@ -124,7 +124,7 @@ def test_a_replica_here_takes_the_gpus_by_which_it_was_placed(
     ]
 
 
-class _Count(StagedTask[None, Batch, int, int]):
+class _Count(PassTask[None, Batch, int, int]):
     """Adds up sequences; 16 tokens fit."""
 
     def passes(self, item: None) -> list[Batch]:

@@ -20,7 +20,7 @@ import headscan
 from headscan.architectures import VOCABULARY
 from headscan.cluster import streamed_pool as streaming
 from headscan.cluster.placements import StreamedPlacement, WholePlacement
-from headscan.cluster.pool import InProcessPool, InspectionTask, StagedTask, StagingError, WorkError
+from headscan.cluster.pool import InProcessPool, InspectionTask, PassTask, StagingError, WorkError
 from headscan.cluster.streamed_pool import HiddenStates, StreamedPool
 from headscan.errors import HeadscanError, SequenceError, UnsupportedModelError
 from headscan.layers import lazy_model as lazy_models
@@ -48,7 +48,7 @@ class Texts:
         return f"texts {self.number}"
 
 
-class Measure(StagedTask[Texts, Tensor, dict[str, Tensor], dict[str, Tensor]]):
+class Measure(PassTask[Texts, Tensor, dict[str, Tensor], dict[str, Tensor]]):
     """Statistics (B, L, H) of all texts."""
 
     def passes(self, item: Texts) -> list[Tensor]:

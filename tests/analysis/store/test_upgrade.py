@@ -125,7 +125,7 @@ def test_all_tables_views_and_commands_work_on_an_upgraded_store(old: Path, tmp_
 
 
 def test_a_score_that_is_new_is_computed_for_finished_scans(scan: Scan) -> None:
-    """In a process whose catalogue has two more scores: one of a statistic of the same name, one over the layer's mean.
+    """In a process whose catalogue has three more scores of one statistic: with its name, another, and a normaliser.
     A scan that has all scores of the old version keeps its summary if the tables change. Neither needs a backup, as no
     row changes.
     """
@@ -134,7 +134,8 @@ def test_a_score_that_is_new_is_computed_for_finished_scans(scan: Scan) -> None:
         from headscan import catalog
         if sys.argv[2] == "added":
             for name, denominator in (
-                ("self_weight", {}), ("self_weight_ln", {"normaliser": "self_weight", "over": "layer"})
+                ("self_weight", {}), ("weight_on_itself", {}),
+                ("self_weight_ln", {"normaliser": "self_weight", "over": "layer"}),
             ):
                 catalog.SCORES[name] = catalog.Score(
                     name, paper_name="-", statistic="self_weight", **denominator, inactive="high", source="test"
@@ -144,11 +145,12 @@ def test_a_score_that_is_new_is_computed_for_finished_scans(scan: Scan) -> None:
         from headscan.analysis.heads.head_ranking import rank_heads, thresholds
         from headscan.analysis.store.store import Store
         store = Store(sys.argv[1])
-        def count(): return store.query("FROM head_summaries WHERE measure <> 'self_weight_ln'").num_rows
+        more = "('self_weight_ln', 'weight_on_itself')"
+        def count(): return store.query(f"FROM head_summaries WHERE measure NOT IN {more}").num_rows
         answers, counts = [], []
         for step in ("before", "after"):
             counts.append(count())
-            for name in ("self_weight", "self_weight_ln") if sys.argv[2] == "added" else ():
+            for name in ("self_weight", "weight_on_itself", "self_weight_ln") if sys.argv[2] == "added" else ():
                 heads = [head.value for head in rank_heads(store, "RUN", name)]
                 answers.append([heads, thresholds(store, "RUN", name, [0.05, 0.33])])
             store.summarise("RUN")
@@ -164,7 +166,8 @@ def test_a_score_that_is_new_is_computed_for_finished_scans(scan: Scan) -> None:
     assert [path.name for path in scan.store.path.parent.iterdir()] == [scan.store.path.name]
     assert counts == [0, stored]
     values = scan.stats["self_weight"].astype(np.float64)
-    for (heads, limits), score in zip(answers, [values, values / values.mean(axis=2, keepdims=True)] * 2, strict=True):
+    scores = [values, values, values / values.mean(axis=2, keepdims=True)]
+    for (heads, limits), score in zip(answers, scores * 2, strict=True):
         assert heads == pytest.approx(np.sort(score.mean(axis=0), axis=None)[::-1])
         assert limits == pytest.approx(np.quantile(score, [0.95, 0.67]))
     assert run("unchanged", 1) == [[stored, stored], []]

@@ -13,7 +13,7 @@ from headscan.analysis.verdicts.answer_sheets import BENCHMARK
 from headscan.analysis.verdicts.paired import (
     Interval,
     PairedDifference,
-    Sampling,
+    QuestionClusters,
     about,
     enough_questions,
     percentiles,
@@ -58,7 +58,7 @@ def test_few_differ_by_the_number_of_texts(both: int, single: int, few: bool) ->
     lost = np.concatenate([np.arange(1000) < both + single, np.arange(1000) < both])
     found = compare(np.ones(2000), 1.0 - lost, texts=np.tile(np.arange(1000), 2))
     assert (found.texts_differ, found.few_differ) == (both + single, few)
-    sampled = resampled_interval(Sampling(2000, clusters=np.tile(np.arange(1000), 2)).strata(-1.0 * lost), 2000)
+    sampled = resampled_interval(QuestionClusters(2000, clusters=np.tile(np.arange(1000), 2)).strata(-1.0 * lost), 2000)
     assert (found.low < 100 * sampled[0] - 1e-9) is few
 
 
@@ -302,7 +302,7 @@ def test_the_interval_and_p_value_are_those_of_the_definition(case: str) -> None
     changes = np.bincount(own, arm - baseline)
     gained, lost = int((changes > 1e-9).sum()), int((changes < -1e-9).sum())
     assert found.p_value == binomtest(gained, gained + lost, 0.5).pvalue
-    sampling = Sampling(len(tasks), tasks, texts)
+    sampling = QuestionClusters(len(tasks), tasks, texts)
     other = np.where(rng.random(len(tasks)) < 0.1, 1 - arm, arm)
     for answers in (arm, other, arm):
         assert paired.compare(baseline, answers, sampling) == compare(baseline, answers, tasks, texts)
@@ -346,7 +346,7 @@ def test_texts_of_one_question_have_the_score_interval_of_questions() -> None:
         delta = rng.choice([-1, 0, 1], count, p=[changed / 2, 1 - changed, changed / 2])
         strata, texts = rng.integers(0, 3, count), rng.permutation(count)
         gained, lost = int((delta > 0).sum()), int((delta < 0).sum())
-        low, high, _ = resampled_interval(Sampling(count, strata, texts).strata(delta.astype(float)), 200)
+        low, high, _ = resampled_interval(QuestionClusters(count, strata, texts).strata(delta.astype(float)), 200)
         if gained + lost < FEW_DIFFER:
             score = score_interval(gained, lost, count)
             low, high = min(low, score[0]), max(high, score[1])
@@ -358,7 +358,7 @@ def test_the_examples_of_docstrings_hold() -> None:
     delta = np.repeat([-1, 1, 0], [8, 2, 390])
     right = np.repeat([1, 0, 1, 0], [8, 2, 292, 98])
     found = compare(right, right + delta)
-    low, high, _ = resampled_interval(Sampling(400).strata(delta.astype(float)), 2000)
+    low, high, _ = resampled_interval(QuestionClusters(400).strata(delta.astype(float)), 2000)
     three = widened_differences({BENCHMARK: found}, 3, 3)[BENCHMARK]
     of_compare, of_three = (" ".join((each.__doc__ or "").split()) for each in (paired.compare, widened_differences))
     assert f"Student's t gives {100 * low:.2f} to {100 * high:.2f};" in of_compare
@@ -390,7 +390,7 @@ def test_partial_credit_lost_on_few_questions_makes_no_interval_narrower() -> No
 @pytest.mark.parametrize(("count", "credit"), [(381, 0.97), (381, 0.5), (1000, 0.5), (2000, 0.9)])
 def test_partial_credit_seldom_passes_or_loses_by_chance(count: int, credit: float) -> None:
     """One point is lost on average, as partial credit on few questions: the fewest that can pass, and more."""
-    rng, sampling, passed, lost, runs = np.random.default_rng(count), Sampling(count), 0, 0, 300
+    rng, sampling, passed, lost, runs = np.random.default_rng(count), QuestionClusters(count), 0, 0, 300
     for _ in range(runs):
         arm = np.where(rng.random(count) < 0.01 / credit, 1 - credit, 1.0)
         found = paired.compare(np.ones(count), arm, sampling, resamples=400)
@@ -402,7 +402,7 @@ def test_partial_credit_seldom_passes_or_loses_by_chance(count: int, credit: flo
 def test_partial_credit_of_whole_texts_seldom_loses_by_chance(texts: int, credit: float) -> None:
     """As copying questions do: four to a text, each right in a share of its tokens; one point is lost on average."""
     rng, runs, lost = np.random.default_rng(texts), 300, 0
-    sampling = Sampling(4 * texts, clusters=np.arange(4 * texts) // 4)
+    sampling = QuestionClusters(4 * texts, clusters=np.arange(4 * texts) // 4)
     for _ in range(runs):
         hit = np.repeat(rng.random(texts) < 0.01 / credit, 4)
         arm = 1 - np.where(hit, 2 * credit * rng.random(4 * texts), 0.0).clip(0, 1)

@@ -25,7 +25,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.kv.plan_arms import KeptHeads, check_plan, plan_arms, window_notes
 from headscan.pipelines.runs.run_context import ModelContext
 from headscan.pipelines.scoring.arms import Arm
-from headscan.pipelines.scoring.reading import need_rule_kernels
+from headscan.pipelines.scoring.reading import need_headscan_kernels
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.evaluation_settings import PLAN_MODES
 from tests.pipelines.conftest import THREADS
@@ -130,8 +130,8 @@ def test_in_half_precision_window_masks_need_the_kernels_of_rules_and_caches_the
     model: PlannedModel,
 ) -> None:
     for arm in plan_arms(plan_for(model, 2), PLAN_MODES, 0):
-        assert need_rule_kernels("bfloat16", [None, arm.intervention]) is (arm.selection == "forward")
-        assert not need_rule_kernels("float32", [None, arm.intervention])
+        assert need_headscan_kernels("bfloat16", [None, arm.intervention]) is (arm.selection == "forward")
+        assert not need_headscan_kernels("float32", [None, arm.intervention])
 
 
 def test_arms_do_not_depend_on_how_the_budget_was_asked_for(model: PlannedModel) -> None:

@@ -99,7 +99,7 @@ def test_a_request_keeps_its_own_context_next_to_another_of_the_same_tokens(lm: 
 
 def test_forward_answers_are_those_of_window_masks(lm: LoadedModel, plan: HeadPlan) -> None:
     expected = [forward_oracle(lm, plan, request) for request in REQUESTS]
-    for reading in (PromptReading(False), PromptReading(True), PromptReading(False, rule_kernels=True)):
+    for reading in (PromptReading(False), PromptReading(True), PromptReading(False, headscan_kernels=True)):
         (found,) = reading.item("all", REQUESTS, ablation(plan, "forward"), 200).run(lm)
         assert_close(found.values, expected)
     dropped, heads = 3, 18

@@ -24,10 +24,10 @@ ROPE = RopeLengths(switches=(4,))
 MASKS: list[Intervention | None] = [None, MASK]
 RULES: list[Intervention | None] = [None, MASK, RULE]
 CONTROLS: list[Intervention | None] = [None, MASK, RANDOM]
-WHOLE, WHOLE_AS_RULES, CACHED = PromptReading(False), PromptReading(False, rule_kernels=True), PromptReading(True)
+WHOLE, WHOLE_AS_RULES, CACHED = PromptReading(False), PromptReading(False, headscan_kernels=True), PromptReading(True)
 RULES_IN_ROWS, ALL_IN_ROWS = (
     PromptReading(True, shared_rows=True),
-    PromptReading(True, shared_rows=True, rule_kernels=True),
+    PromptReading(True, shared_rows=True, headscan_kernels=True),
 )
 
 
@@ -77,4 +77,4 @@ def test_an_item_is_read_as_was_chosen(reading: PromptReading) -> None:
         in_rows = reading == ALL_IN_ROWS or (reading == RULES_IN_ROWS and ablated == RULE)
         assert isinstance(item, SharedRowItem if in_rows else LikelihoodItem)
         if isinstance(item, LikelihoodItem):
-            assert (item.share_prefixes, item.rule_kernels) == (reading.share_prefixes, reading.rule_kernels)
+            assert (item.share_prefixes, item.headscan_kernels) == (reading.share_prefixes, reading.headscan_kernels)

@@ -55,9 +55,9 @@ class Tokens:
 
 
 def whole(
-    lm: headscan.LoadedModel, ablated: Intervention | None, rule_kernels: bool = False
+    lm: headscan.LoadedModel, ablated: Intervention | None, headscan_kernels: bool = False
 ) -> Responses[LogLikelihood]:
-    return LikelihoodItem("all", REQUESTS, ablated, BATCH_TOKENS, False, rule_kernels).run(lm)[0]
+    return LikelihoodItem("all", REQUESTS, ablated, BATCH_TOKENS, False, headscan_kernels).run(lm)[0]
 
 
 def read_in_rows(lm: headscan.LoadedModel, ablated: Intervention | None) -> Responses[LogLikelihood]:
@@ -104,7 +104,7 @@ def test_in_half_precision_arms_round_as_arms_with_rules(family: str, dtype: tor
     lm.model.to(dtype)
     assert can_read_shared_rows(lm, None)
     assert read_in_rows(lm, None).values == read_in_rows(lm, IDLE).values
-    assert whole(lm, None, rule_kernels=True).values == whole(lm, IDLE).values
+    assert whole(lm, None, headscan_kernels=True).values == whole(lm, IDLE).values
     assert whole(lm, None).values != whole(lm, IDLE).values  # another kernel, which rounds otherwise
 
 

@@ -135,8 +135,8 @@ def test_in_half_precision_ranges_round_as_arms_with_rules(family: str, saved: C
     idle = HeadRule("output_norm", -1.0)
     with StreamedPool(spec, FAMILIES[family]) as streamed:
 
-        def likelihoods(ablated: Intervention | None, rule_kernels: bool) -> list[float]:
-            item = LikelihoodItem("all", requests_of(), ablated, 80, False, rule_kernels)
+        def likelihoods(ablated: Intervention | None, headscan_kernels: bool) -> list[float]:
+            item = LikelihoodItem("all", requests_of(), ablated, 80, False, headscan_kernels)
             return [answer.log_likelihood for answer in streamed.one(score_in_ranges, item)[0].values]
 
         assert likelihoods(None, True) == likelihoods(idle, True)
