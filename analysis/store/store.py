@@ -50,7 +50,7 @@ from headscan.analysis.store.summaries import (
 )
 from headscan.analysis.store.tables import TABLES
 from headscan.analysis.store.views import SUMMARISED
-from headscan.catalog import PROFILES, STATISTICS
+from headscan.catalog import PROFILES
 
 _JSON_COLUMNS = tuple(c.name for c in TABLES["runs"].columns if c.type == "JSON")
 
@@ -64,8 +64,8 @@ _SUMMARISED_KINDS = ("scan", "recording")
 _SUMMARY_MEMORY = "512MB"
 
 _HEAD_KEYS = ("sequence", "site", "layer", "head", "kv_head")
-#: By kind of run, the table of its head rows and its columns of numbers; other kinds use ``head_statistics``.
-_HEAD_TABLES = {"importance": ("head_importance", ("gate_gradient", "token_gradient", "entropy"))}
+#: The table of the head rows by kind of run; other kinds use ``head_statistics``.
+_HEAD_TABLES = {"importance": "head_importance"}
 #: Times are numbers of microseconds since then.
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _ANSWER_KEYS = ("task", "question", "correct")
@@ -610,7 +610,8 @@ def _require_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> str:
 def _add_shard(
     connection: duckdb.DuckDBPyConnection, run_id: str, shard: ShardRecord, sequences: pa.Table, heads: pa.Table
 ) -> None:
-    table, numbers = _HEAD_TABLES.get(_require_run(connection, run_id), ("head_statistics", (*STATISTICS, *PROFILES)))
+    table = _HEAD_TABLES.get(_require_run(connection, run_id), "head_statistics")
+    numbers = [name for name in TABLES[table].names if name not in ("run_id", *_HEAD_KEYS)]
     known = connection.execute(
         "SELECT content_hash FROM shards WHERE run_id = ? AND shard = ?", [run_id, shard.shard]
     ).fetchone()
