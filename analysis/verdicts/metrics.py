@@ -147,16 +147,18 @@ def is_within(loss: Increase | None, max_loss: float) -> bool:
 def texts_needed(loss: Increase | None, max_loss: float, comparisons: int = 1) -> int | None:
     """Return the number of texts with which a loss that is not shown to be within its limit is shown to be, in four of
     five cases, if this increase and the spread of the texts are the true ones: the interval narrows with the root of
-    their number. At least `MIN_TEXTS_IN_LIMIT`; None if no number is known to help, because the increase itself exceeds
-    the limit or is unknown. ``comparisons`` is the number of arms or kinds of savings for which the interval is
-    widened.
+    their number. `MIN_TEXTS_IN_LIMIT` at least, and if the spread is unknown, because the texts are too few for an
+    interval. None if no number is known to help: the increase itself is at or above the limit, however few the texts,
+    or unknown. ``comparisons`` is the number of arms or kinds of savings for which the interval is widened.
     """
     if loss is None:
         return None
-    if loss.high <= max_loss or not isfinite(loss.high):
+    if loss.high <= max_loss:
         return MIN_TEXTS_IN_LIMIT
     if loss.difference >= max_loss:
         return None
+    if not isfinite(loss.high):
+        return MIN_TEXTS_IN_LIMIT
     spare = 1 + z_quantile(1 - POWER) / z_quantile(TAIL / comparisons)
     needed = loss.documents * (spare * (loss.high - loss.difference) / (max_loss - loss.difference)) ** 2
     return max(MIN_TEXTS_IN_LIMIT, ceil(needed))
