@@ -16,7 +16,7 @@ from headscan.analysis.verdicts.controls import Controls, PrunedControls, judge_
 from headscan.analysis.verdicts.metrics import Increase, TaskMetric, read_metrics
 from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.analysis.verdicts.scope_verdicts import RecallVerdict, task_verdicts, widened_differences
-from headscan.analysis.verdicts.verdict_rows import VerdictInputs, differences_by_arm
+from headscan.analysis.verdicts.verdict_rows import differences_by_arm, read_verdict_rows
 from headscan.analysis.verdicts.verdict_table import verdict_html, verdict_text
 from headscan.analysis.verdicts.verdict_words import ArmVerdict
 
@@ -108,13 +108,12 @@ def judge(
                 " `headscan evaluate`"
             )
         metrics = read_metrics(store, run_id, arms.baseline, comparisons=comparisons)
-        inputs = VerdictInputs.read(store, run_id, arms)
     has_own_loss = any(measure.metric == LOSS for arm_metrics in metrics.values() for measure in arm_metrics)
     if loss_increases and has_own_loss:
         raise VerdictError(
             f"run {run_id} has a loss of text of its own (limit 1 loss per arm). Leave out `loss_increases`"
         )
-    rows = inputs.compute_missing()
+    rows = read_verdict_rows(store, run_id)
     differences = differences_by_arm([*rows.stored, *rows.computed])
     controls = judge_controls(arms.others, benchmark_points(differences))
     on_benchmark = {arm_id: scopes[BENCHMARK] for arm_id, scopes in differences.items() if BENCHMARK in scopes}
