@@ -13,7 +13,7 @@ import torch
 
 import headscan
 from headscan.analysis.store.records import ArmKind
-from headscan.analysis.verdicts.paired import QuestionClusters, compare
+from headscan.analysis.verdicts.paired import QuestionClusters, paired_difference
 from headscan.analysis.verdicts.verdict_words import ArmVerdict
 from headscan.pipelines.corpora.stdlib_files import held_out_files
 from headscan.pipelines.evaluate.continuation_task import make_questions
@@ -71,8 +71,8 @@ with (
 
 # 4. The verdict: a paired difference with its interval, and the rule of `decision` in analysis/verdicts/decision.py.
 # Questions of one module are correlated, so whole modules are drawn for the interval.
-sampling = QuestionClusters(len(questions), clusters=np.array([question["module"] for question in questions]))
-paired = compare(whole, ablated, sampling)
+clusters = QuestionClusters(len(questions), clusters=np.array([question["module"] for question in questions]))
+paired = paired_difference(whole, ablated, clusters)
 share = float(np.mean(shares))
 verdict = ArmVerdict(name="rule by output_norm_ln", kind=ArmKind.RULE, ablated_share=share, accuracy=paired)
 print(f"{paired.questions} questions of {paired.texts} modules: the rule ablates {share:.1%} of the heads")

@@ -15,7 +15,7 @@ from headscan.analysis.store.records import CONTROL_KINDS_SQL, ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ALL_TASKS
 from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT
-from headscan.analysis.verdicts.paired import PairedDifference, QuestionClusters, compare, retained_share
+from headscan.analysis.verdicts.paired import PairedDifference, QuestionClusters, paired_difference, retained_share
 from headscan.catalog import recall_family
 
 
@@ -158,7 +158,7 @@ class AnswerSheets:
             self._scope_questions[scope] = _ScopeQuestions.of(self, scope)
         questions = self._scope_questions[scope]
         baseline_answers, arm_answers = baseline[questions.indices], arm[questions.indices]
-        paired = compare(baseline_answers, arm_answers, questions.sampling)
+        paired = paired_difference(baseline_answers, arm_answers, questions.clusters)
         if not scope.recall:
             return paired if questions.chance is None else replace(paired, chance=questions.chance)
         if not scope.is_recall_family:
@@ -190,7 +190,7 @@ class _ScopeQuestions:
 
     indices: np.ndarray
     texts: np.ndarray
-    sampling: QuestionClusters
+    clusters: QuestionClusters
     chance: float | None
 
     @classmethod

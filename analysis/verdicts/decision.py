@@ -20,8 +20,8 @@ from headscan.analysis.verdicts.scope_verdicts import RecallVerdict, TaskVerdict
 
 class Outcome(StrEnum):
     """The verdict in one word. An arm is ``NOT_SHOWN`` if it is shown neither to be safe nor to lose: the questions
-    or texts are too few, the model itself is at chance on them, or the loss is about its limit. `ArmVerdict.why` says
-    which.
+    or texts are too few, the model itself is at chance on them, or the rise of the text's loss is about its limit.
+    `ArmVerdict.why` says which.
     """
 
     SAFE = "safe"
@@ -77,7 +77,7 @@ class ArmResults(FinishedArm):
             has results, but no verdict.
         tasks: The same comparison for each task and group, clearest loss first.
         controls: Random arms of the same size; None if there are none.
-        max_loss: Limit of the loss of text, in nats per token; without text it has no effect.
+        max_loss: Limit of the rise of the text's loss, in nats per token; without text it has no effect.
     """
 
     recall: tuple[RecallVerdict, ...] = ()
@@ -112,7 +112,8 @@ class ArmResults(FinishedArm):
     @cached_property
     def decision(self) -> Decision:
         """The verdict on a judged arm. It loses if any aspect shows a loss, and is safe if all show that none exceeds
-        its limit: accuracy, the loss of text that was read, and the recall that the baseline has.
+        its limit: the drop of accuracy, the rise of the loss of text that was read, and the loss of recall that the
+        baseline has.
         """
         shows_loss = {
             Aspect.TEXT: bool(self.text_losses),
@@ -205,13 +206,13 @@ class ArmResults(FinishedArm):
 
     @property
     def text_losses(self) -> tuple[TaskMetric, ...]:
-        """Losses of text that are shown to exceed their limit."""
+        """Measured losses of text whose rise is shown to exceed its limit."""
         return tuple(each for each in judged_losses(self.metrics) if exceeds(each.increase, self.max_loss))
 
     @property
     def open_texts(self) -> dict[TaskMetric, int | None]:
-        """Losses of text that are not shown to be within their limit, with the number of texts that would be enough;
-        None if no larger number is known to help.
+        """Measured losses of text whose rise is not shown to be within its limit, with the number of texts that would
+        be enough; None if no larger number is known to help.
         """
         losses = judged_losses(self.metrics)
         return {

@@ -28,7 +28,7 @@ from headscan.analysis.store.tables import (
 from headscan.analysis.store.verdict_limits import TAIL, z_quantile
 from headscan.analysis.verdicts.answer_sheets import CLOZE_SUFFIX, finished_arms
 from headscan.analysis.verdicts.metrics import RATES, estimate_ratio, resample_weights
-from headscan.analysis.verdicts.paired import Interval, QuestionClusters, compare, t_quantile
+from headscan.analysis.verdicts.paired import Interval, QuestionClusters, paired_difference, t_quantile
 
 
 def q_values(p_values: np.ndarray) -> np.ndarray:
@@ -85,7 +85,9 @@ class PairedOutcomes:
     strata: np.ndarray
     documents: np.ndarray
     selecting: np.ndarray
-    _samplings: dict[bytes, QuestionClusters] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _clusters_by_rows: dict[bytes, QuestionClusters] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @classmethod
     def of(
@@ -113,12 +115,12 @@ class PairedOutcomes:
         baseline_values, arm_values, sizes = self.baseline[kept], arm[kept], self.sizes[kept]
         level = float(baseline_values.sum() / sizes.sum())
         if self.metric == ACCURACY:
-            sampling = self._sampling(kept)
-            paired = compare(baseline_values, arm_values, sampling)
+            clusters = self._clusters(kept)
+            paired = paired_difference(baseline_values, arm_values, clusters)
             return Effect(
                 level,
                 paired.difference / 100,
-                sampling.standard_error(arm_values - baseline_values),
+                clusters.standard_error(arm_values - baseline_values),
                 paired.low / 100,
                 paired.high / 100,
                 paired.p_value,
@@ -131,12 +133,12 @@ class PairedOutcomes:
         kept = self._kept(rows)
         return float((arm[kept] - self.baseline[kept]).sum() / self.sizes[kept].sum())
 
-    def _sampling(self, kept: np.ndarray) -> QuestionClusters:
+    def _clusters(self, kept: np.ndarray) -> QuestionClusters:
         """Return how the kept rows fall into tasks and documents, which all arms share."""
         key = kept.tobytes()
-        if key not in self._samplings:
-            self._samplings[key] = QuestionClusters(int(kept.sum()), self.strata[kept], self.documents[kept])
-        return self._samplings[key]
+        if key not in self._clusters_by_rows:
+            self._clusters_by_rows[key] = QuestionClusters(int(kept.sum()), self.strata[kept], self.documents[kept])
+        return self._clusters_by_rows[key]
 
     def _kept(self, rows: np.ndarray | None) -> np.ndarray:
         return np.ones(len(self.baseline), dtype=bool) if rows is None else rows

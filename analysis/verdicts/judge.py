@@ -16,7 +16,7 @@ from headscan.analysis.verdicts.controls import Controls, PrunedControls, judge_
 from headscan.analysis.verdicts.metrics import Increase, TaskMetric, read_metrics
 from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.analysis.verdicts.scope_verdicts import RecallVerdict, task_verdicts, widened_differences
-from headscan.analysis.verdicts.verdict_rows import VerdictInputs, differences_by_arm
+from headscan.analysis.verdicts.verdict_rows import differences_by_arm, read_verdict_rows
 from headscan.analysis.verdicts.verdict_table import verdict_html, verdict_text
 from headscan.analysis.verdicts.verdict_words import ArmVerdict
 
@@ -28,7 +28,7 @@ class Verdict:
     Attributes:
         finished: All finished arms, controls last.
         unrecorded: Rows of ``arm_verdicts`` that were computed because the store lacks them.
-        max_loss: Limit of the loss of text, in nats per token.
+        max_loss: Limit of the rise of the text's loss, in nats per token.
     """
 
     run_id: str
@@ -108,33 +108,32 @@ def judge(
                 " `headscan evaluate`"
             )
         metrics = read_metrics(store, run_id, arms.baseline, comparisons=comparisons)
-        inputs = VerdictInputs.read(store, run_id, arms)
     has_own_loss = any(measure.metric == LOSS for arm_metrics in metrics.values() for measure in arm_metrics)
     if loss_increases and has_own_loss:
         raise VerdictError(
             f"run {run_id} has a loss of text of its own (limit 1 loss per arm). Leave out `loss_increases`"
         )
-    rows = inputs.compute_missing()
+    rows = read_verdict_rows(store, run_id)
     differences = differences_by_arm([*rows.stored, *rows.computed])
     controls = judge_controls(arms.others, benchmark_points(differences))
-    on_benchmark = {arm_id: scopes[BENCHMARK] for arm_id, scopes in differences.items() if BENCHMARK in scopes}
-    judged = tuple(
+    benchmark_differences = {arm_id: scopes[BENCHMARK] for arm_id, scopes in differences.items() if BENCHMARK in scopes}
+    verdicts = tuple(
         arm_verdict(
             arm,
             differences.get(arm.arm_id, {}),
-            metrics=(*metrics.get(arm.arm_id, ()), *_measured(loss_increases.get(arm.name))),
+            metrics=(*metrics.get(arm.arm_id, ()), *_loss_metric(loss_increases.get(arm.name))),
             controls=controls.get(arm.arm_id),
-            pruned=pruned_controls(arm, arms.others, on_benchmark, metrics),
+            pruned=pruned_controls(arm, arms.others, benchmark_differences, metrics),
             comparisons=comparisons,
             max_loss=max_loss,
         )
         for arm in arms.others
     )
-    return Verdict(run_id, run["model"], judged, arms.unfinished, tuple(rows.computed), max_loss)
+    return Verdict(run_id, run["model"], verdicts, arms.unfinished, tuple(rows.computed), max_loss)
 
 
-def _measured(loss: Increase | None) -> tuple[TaskMetric, ...]:
-    """Return the loss of text that another run measured as a metric of an arm; none if there is no loss."""
+def _loss_metric(loss: Increase | None) -> tuple[TaskMetric, ...]:
+    """Return the loss increase that another run measured, as a metric of an arm; none if it measured none."""
     return () if loss is None else (TaskMetric("text", LOSS, None, None, loss),)
 
 
@@ -162,7 +161,7 @@ def arm_verdict(
         confirmation: True if the questions are the judging part of a sweep.
         comparisons: Number of arms for which the intervals are to be widened; ``recall_comparisons`` in recall, None
             uses the same number.
-        max_loss: Limit of the loss of text, in nats per token.
+        max_loss: Limit of the rise of the text's loss, in nats per token.
     """
     recall_share = 1 - 1 / RECALL_SPLITS if confirmation else 1.0
     recall_comparisons = comparisons if recall_comparisons is None else recall_comparisons

@@ -1,6 +1,7 @@
 """Metrics of tasks without right answers, and the loss increase of an arm with its interval.
 
-The documents of a log-likelihood are the same for the arm and the baseline, so differences are paired by document.
+The documents of a log-likelihood are the same for the arm and the baseline, so differences are paired by document,
+which verdicts and limits call a text.
 """
 
 from __future__ import annotations
@@ -113,8 +114,12 @@ class TaskMetric:
 
 def metric_words(metrics: Sequence[TaskMetric]) -> list[str]:
     """Return the metrics in words; bits per byte are left out next to the loss of the same text."""
-    losses = {measure.task for measure in metrics if measure.metric == LOSS}
-    return [each.words() for each in metrics if not (each.metric == BITS_PER_BYTE and each.task in losses)]
+    tasks_in_tokens = {measure.task for measure in metrics if measure.metric == LOSS}
+    return [
+        measure.words()
+        for measure in metrics
+        if not (measure.metric == BITS_PER_BYTE and measure.task in tasks_in_tokens)
+    ]
 
 
 def judged_losses(metrics: Sequence[TaskMetric]) -> list[TaskMetric]:
@@ -145,18 +150,20 @@ def is_within(loss: Increase | None, max_loss: float) -> bool:
 
 
 def texts_needed(loss: Increase | None, max_loss: float, comparisons: int = 1) -> int | None:
-    """Return the number of texts with which a loss that is not shown to be within its limit is shown to be, in four of
-    five cases, if this increase and the spread of the texts are the true ones: the interval narrows with the root of
-    their number. At least `MIN_TEXTS_IN_LIMIT`; None if no number is known to help, because the increase itself exceeds
-    the limit or is unknown. ``comparisons`` is the number of arms or kinds of savings for which the interval is
-    widened.
+    """Return the number of texts with which a rise of the loss that is not shown to be within its limit is shown to be,
+    in four of five cases, if this increase and the spread of the texts are the true ones: the interval narrows with the
+    root of their number. `MIN_TEXTS_IN_LIMIT` at least, and if the spread is unknown, because the texts are too few for
+    an interval. None if no number is known to help: the increase itself is at or above the limit, however few the
+    texts, or unknown. ``comparisons`` is the number of arms or kinds of savings for which the interval is widened.
     """
     if loss is None:
         return None
-    if loss.high <= max_loss or not isfinite(loss.high):
+    if loss.high <= max_loss:
         return MIN_TEXTS_IN_LIMIT
     if loss.difference >= max_loss:
         return None
+    if not isfinite(loss.high):
+        return MIN_TEXTS_IN_LIMIT
     spare = 1 + z_quantile(1 - POWER) / z_quantile(TAIL / comparisons)
     needed = loss.documents * (spare * (loss.high - loss.difference) / (max_loss - loss.difference)) ** 2
     return max(MIN_TEXTS_IN_LIMIT, ceil(needed))
@@ -257,12 +264,12 @@ def estimate_ratio(
     )
 
 
-def ratio_with_error(amounts: np.ndarray, sizes: np.ndarray, clusters: np.ndarray) -> tuple[float, float, int]:
-    """Return a ratio of sums (rows,), its standard error by clusters, whose rows are correlated, and the number of
-    clusters. The variance is linearised (Cochran 1977, section 6.5); it is infinite with one cluster.
+def ratio_with_error(amounts: np.ndarray, sizes: np.ndarray, documents: np.ndarray) -> tuple[float, float, int]:
+    """Return a ratio of sums (rows,), its standard error by documents, whose rows are correlated, and the number of
+    documents. The variance is linearised (Cochran 1977, section 6.5); it is infinite with one document.
     """
-    number = np.unique(clusters, return_inverse=True)[1]
-    amount, size = np.bincount(number, amounts), np.bincount(number, sizes)
+    document = np.unique(documents, return_inverse=True)[1]
+    amount, size = np.bincount(document, amounts), np.bincount(document, sizes)
     count, ratio = len(size), float(amount.sum() / size.sum())
     if count < 2:
         return ratio, inf, count
@@ -322,7 +329,7 @@ def read_metrics(
     store: Store, run_id: str, baseline: FinishedArm, *, comparisons: int = 1, arm_ids: Sequence[str] | None = None
 ) -> Mapping[str, tuple[TaskMetric, ...]]:
     """Return the metrics of tasks without right answers, by arm id. The interval of a loss is widened for the number of
-    texts, because a verdict counts each of them; None as ``arm_ids`` reads all arms.
+    tasks with a loss, because a verdict counts each of them; None as ``arm_ids`` reads all arms.
     """
     rows = store.query(
         "SELECT r.arm_id, task, metric, r.value AS arm, b.value AS baseline"
@@ -334,10 +341,10 @@ def read_metrics(
         [run_id, baseline.arm_id, arm_ids],
     ).to_pylist()
     measured = dict.fromkeys((row["task"], row["metric"]) for row in rows)
-    texts = sum(metric == LOSS for _, metric in measured)
+    loss_tasks = sum(metric == LOSS for _, metric in measured)
     increases = {
         (task, metric): _increases(
-            store, run_id, baseline, task, metric, comparisons * (texts if metric == LOSS else 1), arm_ids
+            store, run_id, baseline, task, metric, comparisons * (loss_tasks if metric == LOSS else 1), arm_ids
         )
         for task, metric in measured
         if metric in RATES

@@ -2,6 +2,9 @@
 
 A difference per question has a much smaller error than the difference of two accuracies. Recall is counted above
 chance: a model that guesses is right on a quarter of the needles and cannot lose recall.
+
+A cluster is a set of correlated questions, such as those on one text, and clusters are independent. Fields and limits
+call it a text.
 """
 
 from __future__ import annotations
@@ -63,24 +66,24 @@ class Interval(NamedTuple):
 
 def retained_share(baseline: np.ndarray, arm: np.ndarray, clusters: np.ndarray, chance: float) -> Interval:
     """Return the share of the baseline's ability above chance that an arm retains, in percent: ``clip(100 * (arm -
-    chance) / (baseline - chance), -100, 200)`` of the means over texts. If the baseline is not above chance, the
+    chance) / (baseline - chance), -100, 200)`` of the means over clusters. If the baseline is not above chance, the
     number and the upper end are 200, and the lower end is -100.
 
-    The interval is a Bayesian bootstrap of whole texts with one added text: the worst possible for the lower end, the
-    best possible for the upper end (Gaffke's bound; arXiv 1905.06208). Identical answers to few questions therefore
-    give a wide interval, for any correlation within texts. If each text is retained or lost as a whole, the result is
-    Clopper and Pearson's interval. The lower end is at most that of identical answers: gained answers do not show that
-    others are kept.
+    The interval is a Bayesian bootstrap of whole clusters with one added cluster: the worst possible for the lower end,
+    the best possible for the upper end (Gaffke's bound; arXiv 1905.06208). Identical answers to few questions therefore
+    give a wide interval, for any correlation within clusters. If each cluster is retained or lost as a whole, the
+    result is Clopper and Pearson's interval. The lower end is at most that of identical answers: gained answers do not
+    show that others are kept.
 
     For example, if of 400 needles in 100 texts the baseline finds 90 % and the arm 85 %, with 25 % by guessing, the arm
     retains ``100 * (85 - 25) / (90 - 25) = 92.3`` %. With all 20 losses in five texts the interval is 83 to 100 %.
 
-    ``baseline`` and ``arm`` are (questions,) of 0 to 1, ``clusters`` (questions,) is the text of each question, and
+    ``baseline`` and ``arm`` are (questions,) of 0 to 1, ``clusters`` (questions,) is the cluster of each question, and
     ``chance`` is in percent.
     """
     cluster = np.unique(clusters, return_inverse=True)[1]
     sizes = np.bincount(cluster)
-    # (2, clusters): accuracy of the baseline and of the arm in each text, above chance.
+    # (2, clusters): accuracy of the baseline and of the arm in each cluster, above chance.
     ability = np.stack([np.bincount(cluster, answers) / sizes for answers in (baseline, arm)]) - chance / 100
     weights = _cluster_weights(len(sizes))
     measured, added_weight = weights[:, 1:] @ ability.T, weights[:, :1]
@@ -97,7 +100,7 @@ def retained_share(baseline: np.ndarray, arm: np.ndarray, clusters: np.ndarray, 
 
 @lru_cache(maxsize=8)
 def _cluster_weights(clusters: int) -> np.ndarray:
-    """Return exponential weights (draws, 1 + clusters): of one added text, and of all others."""
+    """Return exponential weights (draws, 1 + clusters): of one added cluster, and of all others."""
     weights = np.random.default_rng(_SEED).standard_exponential((_DRAWS, clusters + 1))
     weights.flags.writeable = False
     return weights
@@ -205,7 +208,7 @@ class PairedDifference:
 
 
 def few_differ(differing_clusters: float) -> bool:
-    """Return True if a number of differing texts is so small that they are rare events."""
+    """Return True if a number of differing clusters is so small that they are rare events."""
     return differing_clusters < FEW_DIFFER
 
 
@@ -229,7 +232,7 @@ def about(number: float) -> str:
 
 
 def shows_loss(high: float, clusters: int) -> bool:
-    """Return True if an upper end, in points, is below -`MARGIN` on at least `MIN_EVIDENCE_TEXTS` independent texts."""
+    """Return True if an upper end, in points, is below -`MARGIN` on at least `MIN_EVIDENCE_TEXTS` clusters."""
     return high < -MARGIN and clusters >= MIN_EVIDENCE_TEXTS
 
 
@@ -381,16 +384,17 @@ def percentiles(strata: tuple[_ClusterCounts, ...], resamples: int) -> tuple[flo
     return float(low), float(high)
 
 
-def _rare_low(delta: np.ndarray, sampling: QuestionClusters) -> float:
+def _rare_low(delta: np.ndarray, clusters: QuestionClusters) -> float:
     """Return the lower end of the score interval of the mean of ``delta`` (questions,), -1 to 1, by clusters.
 
-    The unit is the largest cluster, gained or lost as a whole: what few texts show is not more certain if each is asked
-    in two forms. A smaller cluster, a part of one, or partial credit counts as that fraction of a unit. Fractions make
-    the interval wider than necessary, because their variance is smaller than that of whole units with the same mean.
+    The unit is the largest cluster, gained or lost as a whole: what few clusters show is not more certain if each is
+    asked in two forms. A smaller cluster, a part of one, or partial credit counts as that fraction of a unit. Fractions
+    make the interval wider than necessary, because their variance is smaller than that of whole units with the same
+    mean.
     """
-    changes = np.bincount(sampling.cluster, delta) / sampling.sizes.max()
+    changes = np.bincount(clusters.cluster, delta) / clusters.sizes.max()
     gained, lost = float(changes[changes > 0].sum()), float(-changes[changes < 0].sum())
-    return score_interval(gained, lost, sampling.count / int(sampling.sizes.max()))[0]
+    return score_interval(gained, lost, clusters.count / int(clusters.sizes.max()))[0]
 
 
 @lru_cache(maxsize=1 << 14)
@@ -430,11 +434,11 @@ def _mcnemar(gained: int, lost: int) -> float:
     return min(1.0, float(binom.cdf(fewer, differ, 0.5) + binom.sf(differ - fewer - 1, differ, 0.5)))
 
 
-def compare(
-    baseline_correct: np.ndarray, arm_correct: np.ndarray, sampling: QuestionClusters, *, resamples: int = 2000
+def paired_difference(
+    baseline_correct: np.ndarray, arm_correct: np.ndarray, clusters: QuestionClusters, *, resamples: int = 2000
 ) -> PairedDifference:
     """Return the paired difference of two arms, (questions,) of 0 to 1 in the same order. Many arms share one
-    ``sampling``.
+    ``clusters``.
 
     Of 400 questions, a baseline answers 300 right, and an arm loses 8 of these and gains 2 others. The difference is
     ``100 * (2 - 8) / 400 = -1.5`` points. Its standard error is ``100 * sqrt((10 / 400 - 0.015**2) / 399) = 0.79``
@@ -443,27 +447,27 @@ def compare(
     """
     baseline = np.asarray(baseline_correct, dtype=np.float64)
     arm = np.asarray(arm_correct, dtype=np.float64)
-    if baseline.ndim != 1 or baseline.shape != arm.shape or len(arm) != sampling.count:
+    if baseline.ndim != 1 or baseline.shape != arm.shape or len(arm) != clusters.count:
         raise VerdictError(f"cannot pair arms with {baseline.size} and {arm.size} answers. Answer the same questions")
     if not baseline.size:
         raise VerdictError("no answers to compare. Run `headscan evaluate` first")
     delta = arm - baseline
     gained, lost = int((delta > 0).sum()), int((delta < 0).sum())
     # Sums of partial credit that cancel leave a rounding error.
-    cluster_changes = np.bincount(sampling.cluster, delta).round(12)
-    low, high, freedom = resampled_interval(sampling.strata(delta), resamples)
-    clusters_differ = int(np.count_nonzero(np.bincount(sampling.cluster, delta != 0)))
+    cluster_changes = np.bincount(clusters.cluster, delta).round(12)
+    low, high, freedom = resampled_interval(clusters.strata(delta), resamples)
+    differing_clusters = int(np.count_nonzero(np.bincount(clusters.cluster, delta != 0)))
     without_credit = bool(((delta == 0) | (np.abs(delta) == 1)).all())
-    # Partial credit that differs on most texts is no rare event: differences have many values, however few they are.
-    if few_differ(clusters_differ) and (without_credit or 2 * clusters_differ <= len(sampling.sizes)):
-        low = min(low, _rare_low(delta, sampling))
-    # The bootstrap's upper end is wide enough for correlated questions and for partial credit: losses that few texts
-    # hide only lower it.
-    if few_differ(clusters_differ) and without_credit:
+    # Partial credit that differs on most clusters is no rare event: differences have many values, however few they are.
+    if few_differ(differing_clusters) and (without_credit or 2 * differing_clusters <= len(clusters.sizes)):
+        low = min(low, _rare_low(delta, clusters))
+    # The bootstrap's upper end is wide enough for correlated questions and for partial credit: losses that few
+    # clusters hide only lower it.
+    if few_differ(differing_clusters) and without_credit:
         high = max(high, score_interval(gained, lost, len(delta))[1])
     return PairedDifference(
         questions=len(delta),
-        texts=len(sampling.sizes),
+        texts=len(clusters.sizes),
         baseline=100 * float(baseline.mean()),
         arm=100 * float(arm.mean()),
         difference=100 * float(delta.mean()),
@@ -472,6 +476,6 @@ def compare(
         gained=gained,
         lost=lost,
         p_value=_mcnemar(int((cluster_changes > 0).sum()), int((cluster_changes < 0).sum())),
-        texts_differ=clusters_differ,
+        texts_differ=differing_clusters,
         degrees_of_freedom=freedom,
     )

@@ -197,8 +197,8 @@ def widened_differences(
 ) -> dict[Scope, PairedDifference]:
     """Return differences whose intervals of the benchmark and of recall, in points and as the share that is left, are
     widened for so many arms: each interval then misses in 5 % divided by their number, so all together in at most 5 %.
-    The difference of -1.5 points in the example of `compare` has the interval -3.46 to 0.06 for one arm, and -4.05 to
-    0.53 for three. Intervals of tasks count the tasks alone.
+    The difference of -1.5 points in the example of `paired_difference` has the interval -3.46 to 0.06 for one arm, and
+    -4.05 to 0.53 for three. Intervals of tasks count the tasks alone.
     """
     widened = dict(differences)
     for scope, paired in differences.items():

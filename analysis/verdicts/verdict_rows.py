@@ -20,7 +20,6 @@ from headscan.analysis.verdicts.answer_sheets import (
     BENCHMARK,
     AnswerSheets,
     FinishedArm,
-    FinishedArms,
     Scope,
     finished_arms,
     read_answers,
@@ -49,22 +48,7 @@ class VerdictRows(NamedTuple):
 def read_verdict_rows(store: Store, run_id: str) -> VerdictRows:
     """Read a run's verdict rows; compute missing ones without writing them."""
     with store.reading():
-        inputs = VerdictInputs.read(store, run_id, finished_arms(store, run_id))
-    return inputs.compute_missing()
-
-
-class VerdictInputs(NamedTuple):
-    """What the verdict rows of one run follow from: the rows that the store has, and the answers of the arms that have
-    none; ``answers`` is None if all have rows.
-    """
-
-    stored: list[dict[str, Any]]
-    baseline: FinishedArm
-    arms_without_rows: list[FinishedArm]
-    answers: AnswerSheets | None
-
-    @classmethod
-    def read(cls, store: Store, run_id: str, arms: FinishedArms) -> VerdictInputs:
+        arms = finished_arms(store, run_id)
         rows = store.query(
             "SELECT v.* FROM arm_verdicts v JOIN arms USING (arm_id) WHERE run_id = ? ORDER BY arm_id, task, recall",
             [run_id],
@@ -72,17 +56,14 @@ class VerdictInputs(NamedTuple):
         stored = complete_rows(rows)
         stored_ids = {row["arm_id"] for row in stored}
         arms_without_rows = [arm for arm in arms.others if arm.arm_id not in stored_ids]
-        answers = read_answers(store, arms.baseline, arms_without_rows) if arms_without_rows else None
-        return cls(stored, arms.baseline, arms_without_rows, answers)
-
-    def compute_missing(self) -> VerdictRows:
-        """Compute the missing rows. This takes long with many arms, so call it when the store is closed again."""
-        if self.answers is None:
-            return VerdictRows(self.stored, [])
-        compute = partial(rows_of_arm, self.answers, self.baseline)
-        with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
-            rows_by_arm = list(threads.map(compute, self.arms_without_rows))
-        return VerdictRows(self.stored, [row for arm_rows in rows_by_arm for row in arm_rows])
+        if not arms_without_rows:
+            return VerdictRows(stored, [])
+        answers = read_answers(store, arms.baseline, arms_without_rows)
+    # The store is closed again, so that others can write to it: comparing many arms takes long.
+    compute = partial(rows_of_arm, answers, arms.baseline)
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
+        rows_by_arm = list(threads.map(compute, arms_without_rows))
+    return VerdictRows(stored, [row for arm_rows in rows_by_arm for row in arm_rows])
 
 
 #: Columns of later schemas, NULL in older rows.

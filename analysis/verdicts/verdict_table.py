@@ -16,43 +16,46 @@ def verdict_text(arms: Iterable[ArmVerdict]) -> str:
 
     ``--json`` and the report have sentences with all numbers instead.
     """
-    judged = [arm for arm in arms if not arm.is_control]
-    if not judged:
+    listed = [arm for arm in arms if not arm.is_control]
+    if not listed:
         return ""
-    paragraphs = [_whole_model(judged[0]), text_table(_rows(judged)), verdict_notes(judged)]
+    paragraphs = [_whole_model(listed[0]), text_table(_rows(listed)), verdict_notes(listed)]
     return "\n\n".join(filter(None, paragraphs))
 
 
 def verdict_html(arms: Iterable[ArmVerdict]) -> str:
     """Return `verdict_text` as HTML."""
-    judged = [arm for arm in arms if not arm.is_control]
-    if not judged:
+    listed = [arm for arm in arms if not arm.is_control]
+    if not listed:
         return ""
-    notes = escape(verdict_notes(judged)).replace("\n", "<br>")
-    return f"<p>{escape(_whole_model(judged[0]))}</p>{html_table(_rows(judged))}<p>{notes}</p>"
+    notes = escape(verdict_notes(listed)).replace("\n", "<br>")
+    return f"<p>{escape(_whole_model(listed[0]))}</p>{html_table(_rows(listed))}<p>{notes}</p>"
 
 
 def verdict_notes(arms: Sequence[ArmVerdict]) -> str:
     """Return the reasons why arms are not safe, measures without a column, and the limits of verdicts."""
-    notes = [(arm.name, [*([] if arm.accuracy is None else [arm.why]), *arm.other_metrics]) for arm in arms]
-    lines = "\n".join(f"{name}: {'; '.join(filter(None, parts))}" for name, parts in notes if any(parts))
+    lines = []
+    for arm in arms:
+        notes = arm.other_metrics if arm.accuracy is None else [arm.why, *arm.other_metrics]
+        if any(notes):
+            lines.append(f"{arm.name}: {'; '.join(filter(None, notes))}")
     judged = [arm for arm in arms if arm.accuracy is not None]
     loss_limits = (arm.max_loss for arm in judged for measure in arm.metrics if measure.metric == LOSS)
     limits = limits_words(next(loss_limits, None)) if judged else ""
-    return "\n\n".join(filter(None, [lines, limits]))
+    return "\n\n".join(filter(None, ["\n".join(lines), limits]))
 
 
 def _whole_model(arm: ArmVerdict) -> str:
     """Return the numbers of the baseline, with which all arms are compared."""
-    parts = []
+    numbers = []
     if arm.accuracy is not None:
-        parts.append(f"accuracy {arm.accuracy.baseline:.1f} % on {arm.accuracy.questions:,} questions")
-    parts += [f"{each.family} {each.paired.baseline:.1f} % on {each.paired.questions:,}" for each in arm.recall]
+        numbers.append(f"accuracy {arm.accuracy.baseline:.1f} % on {arm.accuracy.questions:,} questions")
+    numbers += [f"{each.family} {each.paired.baseline:.1f} % on {each.paired.questions:,}" for each in arm.recall]
     if not arm.recall:
-        parts.append("recall was not asked, so it may be lost")
+        numbers.append("recall was not asked, so it may be lost")
     elif not arm.judged_recall:
-        parts.append("too little recall to lose any, so its loss is unknown")
-    return f"whole model: {', '.join(parts)}"
+        numbers.append("too little recall to lose any, so its loss is unknown")
+    return f"whole model: {', '.join(numbers)}"
 
 
 def _rows(arms: Sequence[ArmVerdict]) -> list[dict[str, str]]:

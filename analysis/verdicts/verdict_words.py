@@ -156,13 +156,14 @@ def _text_gap(arm: ArmResults, loss: Increase | None, needed: int | None) -> str
     if loss is None:
         return "the loss of text cannot be compared with that of the model itself"
     limit = arm.max_loss
-    if needed is not None and (loss.high <= limit or not isfinite(loss.high)):
+    if loss.high <= limit or not isfinite(loss.high):
         texts = f"{loss.documents:,} text{'s' * (loss.documents != 1)}"
-        return f"{texts} cannot show that the loss rises by at most {limit:g} nats per token"
-    rise = f"the loss may rise by {loss.high:.3g} nats per token (limit {limit:g})"
+        gap = f"{texts} cannot show that the loss rises by at most {limit:g} nats per token"
+    else:
+        gap = f"the loss may rise by {loss.high:.3g} nats per token (limit {limit:g})"
     if needed is not None:
-        return rise
-    return f"{rise}, and more texts do not help: the estimate itself is {loss.difference:+.3g}"
+        return gap
+    return f"{gap}, and more texts do not help: the estimate itself is {loss.difference:+.3g}"
 
 
 def loss_words(loss: Increase, max_loss: float) -> str:

@@ -52,7 +52,7 @@ def arm_row(arm: ArmVerdict) -> dict[str, Any]:
     accuracy, `removable`, `outcome`, `label` and `why` are None.
     """
     accuracy = arm.accuracy
-    judged = accuracy is not None
+    is_judged = accuracy is not None
     return {
         "arm": arm.name,
         "kind": arm.kind,
@@ -61,10 +61,10 @@ def arm_row(arm: ArmVerdict) -> dict[str, Any]:
         "ablated_share": arm.ablated_share,
         "selection": arm.selection,
         "replacement": arm.replacement,
-        "removable": arm.is_safe if judged else None,
-        "outcome": arm.outcome if judged else None,
-        "label": arm.label if judged else None,
-        "why": arm.why if judged else None,
+        "removable": arm.is_safe if is_judged else None,
+        "outcome": arm.outcome if is_judged else None,
+        "label": arm.label if is_judged else None,
+        "why": arm.why if is_judged else None,
         "accuracy": None
         if accuracy is None
         else {name: value for name, value in asdict(accuracy).items() if name != "retained"},

@@ -26,7 +26,9 @@ def compare(
     resamples: int = 2000,
 ) -> paired.PairedDifference:
     """Compare answers to questions of tasks (strata) and texts."""
-    return paired.compare(baseline, arm, paired.QuestionClusters(len(arm), strata, texts), resamples=resamples)
+    return paired.paired_difference(
+        baseline, arm, paired.QuestionClusters(len(arm), strata, texts), resamples=resamples
+    )
 
 
 SEQUENCES, LAYERS, HEADS, GROUP = 23, 3, 4, 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf, sqrt
+from math import inf, isinf, sqrt
 
 import numpy as np
 import pytest
@@ -200,8 +200,19 @@ def test_a_share_is_safe_only_if_its_loss_is_shown_to_be_within_the_limit() -> N
     unknown = outcome(same, nats(0.02, -inf, inf, texts=1))
     assert (unknown.outcome, unknown.label, unknown.texts_needed) == (Outcome.NOT_SHOWN, "too few texts", 20)
     assert "1 text cannot show" in unknown.why
-    higher = outcome(same, nats(0.06, -inf, inf, texts=5))
-    assert (higher.label, higher.texts_needed) == ("too few texts", 20) and "inf" not in higher.why
+
+
+@pytest.mark.parametrize("texts", [1, 3, MIN_EVIDENCE_TEXTS - 1])
+@pytest.mark.parametrize("rise", [0.06, 1.0])
+def test_few_texts_with_a_rise_above_the_limit_are_not_said_to_be_too_few(texts: int, rise: float) -> None:
+    """Without an interval the rise is not shown, but with more texts like these it would exceed the limit, too."""
+    rises, sizes = np.full(texts, rise), np.full(texts, 255.0)
+    loss = rate_increase(RATES["loss"], np.zeros(texts), -rises * sizes, sizes, np.arange(texts))
+    assert isinf(loss.high) and texts_needed(loss, 0.05) is None
+    judged = outcome(compare(np.ones(2000), np.ones(2000)), loss)
+    assert (judged.outcome, judged.label, judged.texts_needed) == (Outcome.NOT_SHOWN, "not shown", 0)
+    assert "cannot show that the loss rises by at most 0.05 nats per token, and more texts do not help" in judged.why
+    assert judged.why.count(f"the estimate itself is +{rise:g}") == 1 and "inf" not in judged.why
 
 
 def test_the_loss_is_named_before_missing_questions_and_after_shown_losses() -> None:

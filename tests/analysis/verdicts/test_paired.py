@@ -302,10 +302,10 @@ def test_the_interval_and_p_value_are_those_of_the_definition(case: str) -> None
     changes = np.bincount(own, arm - baseline)
     gained, lost = int((changes > 1e-9).sum()), int((changes < -1e-9).sum())
     assert found.p_value == binomtest(gained, gained + lost, 0.5).pvalue
-    sampling = QuestionClusters(len(tasks), tasks, texts)
+    clusters = QuestionClusters(len(tasks), tasks, texts)
     other = np.where(rng.random(len(tasks)) < 0.1, 1 - arm, arm)
     for answers in (arm, other, arm):
-        assert paired.compare(baseline, answers, sampling) == compare(baseline, answers, tasks, texts)
+        assert paired.paired_difference(baseline, answers, clusters) == compare(baseline, answers, tasks, texts)
 
 
 def test_the_p_value_is_that_of_the_binomial_test() -> None:
@@ -360,9 +360,11 @@ def test_the_examples_of_docstrings_hold() -> None:
     found = compare(right, right + delta)
     low, high, _ = resampled_interval(QuestionClusters(400).strata(delta.astype(float)), 2000)
     three = widened_differences({BENCHMARK: found}, 3, 3)[BENCHMARK]
-    of_compare, of_three = (" ".join((each.__doc__ or "").split()) for each in (paired.compare, widened_differences))
-    assert f"Student's t gives {100 * low:.2f} to {100 * high:.2f};" in of_compare
-    assert f"wider, {found.low:.2f} to {found.high:.2f}." in of_compare
+    of_difference, of_three = (
+        " ".join((each.__doc__ or "").split()) for each in (paired.paired_difference, widened_differences)
+    )
+    assert f"Student's t gives {100 * low:.2f} to {100 * high:.2f};" in of_difference
+    assert f"wider, {found.low:.2f} to {found.high:.2f}." in of_difference
     assert (
         f"{found.low:.2f} to {found.high:.2f} for one arm, and {three.low:.2f} to {three.high:.2f} for three"
         in of_three
@@ -390,10 +392,10 @@ def test_partial_credit_lost_on_few_questions_makes_no_interval_narrower() -> No
 @pytest.mark.parametrize(("count", "credit"), [(381, 0.97), (381, 0.5), (1000, 0.5), (2000, 0.9)])
 def test_partial_credit_seldom_passes_or_loses_by_chance(count: int, credit: float) -> None:
     """One point is lost on average, as partial credit on few questions: the fewest that can pass, and more."""
-    rng, sampling, passed, lost, runs = np.random.default_rng(count), QuestionClusters(count), 0, 0, 300
+    rng, clusters, passed, lost, runs = np.random.default_rng(count), QuestionClusters(count), 0, 0, 300
     for _ in range(runs):
         arm = np.where(rng.random(count) < 0.01 / credit, 1 - credit, 1.0)
-        found = paired.compare(np.ones(count), arm, sampling, resamples=400)
+        found = paired.paired_difference(np.ones(count), arm, clusters, resamples=400)
         passed, lost = passed + (found.low > -1), lost + found.shows_loss
     assert max(passed, lost) <= 0.033 * runs
 
@@ -402,11 +404,11 @@ def test_partial_credit_seldom_passes_or_loses_by_chance(count: int, credit: flo
 def test_partial_credit_of_whole_texts_seldom_loses_by_chance(texts: int, credit: float) -> None:
     """As copying questions do: four to a text, each right in a share of its tokens; one point is lost on average."""
     rng, runs, lost = np.random.default_rng(texts), 300, 0
-    sampling = QuestionClusters(4 * texts, clusters=np.arange(4 * texts) // 4)
+    clusters = QuestionClusters(4 * texts, clusters=np.arange(4 * texts) // 4)
     for _ in range(runs):
         hit = np.repeat(rng.random(texts) < 0.01 / credit, 4)
         arm = 1 - np.where(hit, 2 * credit * rng.random(4 * texts), 0.0).clip(0, 1)
-        lost += paired.compare(np.ones(4 * texts), arm, sampling, resamples=400).shows_loss
+        lost += paired.paired_difference(np.ones(4 * texts), arm, clusters, resamples=400).shows_loss
     assert lost <= 0.033 * runs
 
 
