@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from headscan.cluster.placement_base import LayerRange
-from headscan.cluster.pool import InspectionTask, PassTask, check_ranges, run_pass, run_task, working_on
+from headscan.cluster.pool import InspectionTask, PassTask, check_ranges, run_pass, working_on
 from headscan.errors import HeadscanError
 from headscan.layers.layer_ranges import Layers, Stage, open_layers
 from headscan.loading import load_spec
@@ -57,7 +57,10 @@ class Worker(Heartbeat):
         try:
             if self._lm is None:
                 self._lm = load_spec(self._spec, self._target)
-            return *run_task(self._lm, task, item), self.name
+            started = time.perf_counter()
+            with working_on(item):
+                value = task(self._lm, item)
+            return value, time.perf_counter() - started, self.name
         except HeadscanError as problem:
             return problem, 0.0, self.name
 
