@@ -110,14 +110,14 @@ class StageWorker(Heartbeat):
                 partial, hidden = run_pass(task, stage, item, batch, None if hidden_in is None else hidden_in.tensor())
         except HeadscanError as problem:
             return problem, problem, 0.0
-        left = None if hidden is None else HiddenState.of(hidden)
-        return left, partial, time.perf_counter() - started
+        hidden_out = None if hidden is None else HiddenState.of(hidden)
+        return hidden_out, partial, time.perf_counter() - started
 
     def join(self, task: PassTask[Any, Any, Any, Any], item: Any, *partials: Any) -> tuple[Any, str]:
         """Join the partial results, pass by pass and stage by stage; return the result and this worker's name."""
-        wrong = next((partial for partial in partials if isinstance(partial, HeadscanError)), None)
-        if wrong is not None:
-            return wrong, self.name
+        error = next((partial for partial in partials if isinstance(partial, HeadscanError)), None)
+        if error is not None:
+            return error, self.name
         stages = len(self._ranges)
         try:
             with working_on(item):
