@@ -1,7 +1,7 @@
 """The interface of a pool, which runs tasks on replicas, the pool of this process, and tasks by layer ranges.
 
-A task is a function ``task(loaded_model, item)``. With one device it runs in this process, otherwise in Ray actors
-(`ray_pool`), with the same interface and the same results.
+A task is a function ``task(loaded_model, item)``, or an object that is called like one. With one device it runs in
+this process, otherwise in Ray actors (`ray_pool`), with the same interface and the same results.
 
 Called with a whole model, a `PassTask` runs through all layers at once. If the model is larger than the device, its
 forward passes run through one range of layers after another, and the partial results are joined at the end.
@@ -102,14 +102,6 @@ class Pool(ABC):
         self.close()
 
 
-def run_task(lm: LoadedModel, task: Task[T, R], item: T) -> tuple[R, float]:
-    """Run a task and time it."""
-    started = time.perf_counter()
-    with working_on(item):
-        value = task(lm, item)
-    return value, time.perf_counter() - started
-
-
 @contextmanager
 def working_on(item: Any) -> Iterator[None]:
     """Add the item's name to errors."""
@@ -144,8 +136,11 @@ class InProcessPool(Pool):
 
     def map(self, task: Task[T, R], items: Iterable[T]) -> Iterator[Finished[T, R]]:
         for item in items:
-            value, seconds = run_task(self._model(), task, item)
-            yield Finished(item, value, seconds, "in-process")
+            lm = self._model()
+            started = time.perf_counter()
+            with working_on(item):
+                value = task(lm, item)
+            yield Finished(item, value, time.perf_counter() - started, "in-process")
 
     def close(self) -> None:
         self._lm = None
@@ -184,9 +179,6 @@ class StagingError(HeadscanError):
 class PassTask(ABC, Generic[T, Pass, P, R]):
     """A picklable task whose passes can run by layer ranges."""
 
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
-
     @abstractmethod
     def passes(self, item: T) -> Sequence[Pass]:
         """Return the forward passes of an item, equal in every process."""
@@ -222,9 +214,6 @@ class PassTask(ABC, Generic[T, Pass, P, R]):
 class InspectionTask(ABC, Generic[T, R]):
     """A task that inspects a model without running it. The model may have no weights."""
 
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
-
     @abstractmethod
     def __call__(self, lm: LoadedModel, item: T) -> R:
         """Inspect the model; its grid covers all layers."""
@@ -247,7 +236,7 @@ def run_pass(
     model calls ``on_pass`` with its number of sequences.
     """
     lm = model.lm if isinstance(model, Stage) else model
-    limit = lm.limits[task.__name__]
+    limit = lm.limits[type(task).__name__]
     size, half_batches = task.size(batch), task.halves(batch)
     if not half_batches or limit.allows(size):
         try:
@@ -290,8 +279,8 @@ def check_ranges(layers: Layers, ranges: Sequence[LayerRange]) -> None:
 def check_staged(task: object) -> None:
     """Raise if a task needs the whole model."""
     if not isinstance(task, PassTask | InspectionTask):
-        name = getattr(task, "__name__", str(task)).replace("_", " ")
-        raise _needs_all_layers(name)
+        function = getattr(task, "func", task)  # the function of a `functools.partial`
+        raise _needs_all_layers(getattr(function, "__name__", str(function)).replace("_", " "))
 
 
 def refuse_staged(pool: Pool, what: str, *, instead: str | None = None) -> None:

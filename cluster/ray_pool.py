@@ -120,7 +120,7 @@ class _PipelineReplica(Replica):
 
     def wants_more(self) -> bool:
         busy = len(self._passes) + len(self._joins)
-        return busy < self._most and not any(item.waiting for item in self._items.values())
+        return busy < self._most_passes and not any(item.waiting for item in self._items.values())
 
     def submit(self, task: Task[T, R], job: Job) -> None:
         self.jobs.append(job)
@@ -154,8 +154,9 @@ class _PipelineReplica(Replica):
         return Finished(item.job.item, value, item.seconds, name)
 
     def drop(self) -> None:
-        for part in (self._items, self._passes, self._joins):
-            part.clear()
+        self._items.clear()
+        self._passes.clear()
+        self._joins.clear()
         self.jobs.clear()
 
     def _get(self, references: Any) -> Any:
@@ -168,13 +169,13 @@ class _PipelineReplica(Replica):
             raise
 
     @property
-    def _most(self) -> int:
+    def _most_passes(self) -> int:
         return _PASSES_PER_STAGE * len(self._actors)
 
     def _send(self) -> None:
         """Start passes while there is room, and join finished items. Passes of the oldest item start first."""
         for item in list(self._items.values()):
-            while item.waiting and len(self._passes) < self._most:
+            while item.waiting and len(self._passes) < self._most_passes:
                 self._start_pass(item)
             if not item.waiting and not item.passes_running:
                 join = self._actors[-1].join.remote(item.task, item.reference, *item.partials)
@@ -186,9 +187,11 @@ class _PipelineReplica(Replica):
         batch = item.waiting.popleft()
         hidden, seconds = None, []
         for actor in self._actors:
-            hidden, partial, took = actor.run.options(num_returns=3).remote(item.task, item.reference, batch, hidden)
+            hidden, partial, stage_seconds = actor.run.options(num_returns=3).remote(
+                item.task, item.reference, batch, hidden
+            )
             item.partials.append(partial)
-            seconds.append(took)
+            seconds.append(stage_seconds)
         item.passes_running += 1
         self._passes[seconds[-1]] = (item, seconds)
 
@@ -218,15 +221,17 @@ class PipelinePool(SupervisedPool):
         return super().map(task, items)
 
     def new_replica(self) -> Replica:
-        where, release = self._room()
-        place = self._placement
+        actor_options, release = self._reserve()
+        placement = self._placement
         actors = [
-            self._remote.options(**(where(index))).remote(self._spec, place.stages, index, place.device, place.threads)
-            for index in range(len(place.stages))
+            self._remote.options(**actor_options(index)).remote(
+                self._spec, placement.stages, index, placement.device, placement.threads
+            )
+            for index in range(len(placement.stages))
         ]
         return _PipelineReplica(self._ray, actors, release)
 
-    def _room(self) -> tuple[Callable[[int], dict[str, Any]], Callable[[], None]]:
+    def _reserve(self) -> tuple[Callable[[int], dict[str, Any]], Callable[[], None]]:
         """Reserve the resources of all stages of a replica together, or none: two replicas that each lack a stage would
         wait for each other. Return a function that gives the Ray options of each stage's actor, and one that releases
         the resources.

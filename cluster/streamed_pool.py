@@ -84,16 +84,16 @@ class HiddenStates:
             hidden = self._in_memory.pop(key)
             self._used -= hidden.nbytes
             return hidden
-        place = self._on_disk[key]
+        stored = self._on_disk[key]
         assert self._file is not None
-        hidden = empty_mmap(place.shape, place.dtype)
-        self._file.seek(place.offset)
-        left = bytes_of(hidden)
-        while left:
-            count = self._file.readinto(left)  # type: ignore[attr-defined]
+        hidden = empty_mmap(stored.shape, stored.dtype)
+        self._file.seek(stored.offset)
+        unread = bytes_of(hidden)
+        while unread:
+            count = self._file.readinto(unread)  # type: ignore[attr-defined]
             if not count:
                 raise StagingError(f"hidden states in {tempfile.gettempdir()} are incomplete. Check the disk")
-            left = left[count:]
+            unread = unread[count:]
         return hidden
 
     def close(self) -> None:
@@ -111,13 +111,13 @@ class HiddenStates:
     def _write(self, key: int, hidden: Tensor) -> None:
         if self._file is None:
             self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-        # The hidden states of a pass have the same size in every range, so they reuse the place that `take` freed.
-        place = self._on_disk.get(key, _OnDisk(self._end, hidden.shape, hidden.dtype))
-        self._file.seek(place.offset)
-        left = bytes_of(hidden)
+        # The hidden states of a pass have the same size in every range, so they reuse the bytes that `take` freed.
+        stored = self._on_disk.get(key, _OnDisk(self._end, hidden.shape, hidden.dtype))
+        self._file.seek(stored.offset)
+        unwritten = bytes_of(hidden)
         try:
-            while left:
-                left = left[self._file.write(left) :]
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
         except OSError as problem:
             if problem.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
@@ -125,8 +125,8 @@ class HiddenStates:
                 f"no room for hidden states: {tempfile.gettempdir()} is full after {self._end / 2**30:.2f} GiB. Set "
                 "TMPDIR to a folder with room, raise `memory`, or use fewer sequences"
             ) from problem
-        self._on_disk[key] = place
-        self._end = max(self._end, place.offset + hidden.nbytes)
+        self._on_disk[key] = stored
+        self._end = max(self._end, stored.offset + hidden.nbytes)
 
 
 _WORKER = "streamed"
@@ -208,10 +208,10 @@ class StreamedPool(Pool):
         with torch.no_grad(), working_on(work.item):
             for key, batch, partials in zip(work.keys, work.batches, work.partials, strict=True):
                 hidden_in = hidden.take(key) if stage.first else None
-                partial, left = run_pass(task, stage, work.item, batch, hidden_in)
+                partial, hidden_out = run_pass(task, stage, work.item, batch, hidden_in)
                 partials.append(partial)
-                if left is not None:
-                    hidden.put(key, left)
+                if hidden_out is not None:
+                    hidden.put(key, hidden_out)
                 trim_heap()
         work.seconds += time.perf_counter() - started
 
@@ -224,9 +224,9 @@ class StreamedPool(Pool):
             return_freed_memory()
             raw = None if ahead is None else ahead.result()
             with layers.at(first, last, raw) as stage:
-                more = ranges[index + 1] if index + 1 < len(ranges) else None
-                fits = more and layers.size(first, last) + layers.size(*more) <= self._weights_limit(layers)
-                ahead = reader.submit(layers.read, *more) if more and fits else None
+                following = ranges[index + 1] if index + 1 < len(ranges) else None
+                fits = following and layers.size(first, last) + layers.size(*following) <= self._weights_limit(layers)
+                ahead = reader.submit(layers.read, *following) if following and fits else None
                 yield stage
 
     def _weights_limit(self, layers: Layers) -> int:

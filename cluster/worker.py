@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from headscan.cluster.placement_base import LayerRange
-from headscan.cluster.pool import InspectionTask, PassTask, check_ranges, run_pass, run_task, working_on
+from headscan.cluster.pool import InspectionTask, PassTask, check_ranges, run_pass, working_on
 from headscan.errors import HeadscanError
 from headscan.layers.layer_ranges import Layers, Stage, open_layers
 from headscan.loading import load_spec
@@ -57,7 +57,10 @@ class Worker(Heartbeat):
         try:
             if self._lm is None:
                 self._lm = load_spec(self._spec, self._target)
-            return *run_task(self._lm, task, item), self.name
+            started = time.perf_counter()
+            with working_on(item):
+                value = task(self._lm, item)
+            return value, time.perf_counter() - started, self.name
         except HeadscanError as problem:
             return problem, 0.0, self.name
 
@@ -107,14 +110,14 @@ class StageWorker(Heartbeat):
                 partial, hidden = run_pass(task, stage, item, batch, None if hidden_in is None else hidden_in.tensor())
         except HeadscanError as problem:
             return problem, problem, 0.0
-        left = None if hidden is None else HiddenState.of(hidden)
-        return left, partial, time.perf_counter() - started
+        hidden_out = None if hidden is None else HiddenState.of(hidden)
+        return hidden_out, partial, time.perf_counter() - started
 
     def join(self, task: PassTask[Any, Any, Any, Any], item: Any, *partials: Any) -> tuple[Any, str]:
         """Join the partial results, pass by pass and stage by stage; return the result and this worker's name."""
-        wrong = next((partial for partial in partials if isinstance(partial, HeadscanError)), None)
-        if wrong is not None:
-            return wrong, self.name
+        error = next((partial for partial in partials if isinstance(partial, HeadscanError)), None)
+        if error is not None:
+            return error, self.name
         stages = len(self._ranges)
         try:
             with working_on(item):

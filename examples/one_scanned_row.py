@@ -27,7 +27,7 @@ lm = headscan.load("demo", device="cpu", dtype="float32")
 ids = lm.require_tokenizer()(inspect.getsource(textwrap)[:1000])["input_ids"]
 
 # 2. Statistics of every head (sequences, layers, heads), from one pass of the model, and a score computed from them (in
-# a scan: `_MeasureShard.run` in pipelines/measure/run_scan.py; scores are views of the store).
+# a scan: `MeasureShard.run` in pipelines/measure/run_scan.py; scores are views of the store).
 measured = ("first_token_weight", "entropy", "output_norm")
 stats = headscan.collect(lm, [ids], statistics=measured)
 score = headscan.score(stats, "output_norm_ln")

@@ -318,6 +318,10 @@ class Shard:
     sequences: tuple[TokenSequence, ...]
     content_hash: str
 
+    @property
+    def name(self) -> str:
+        return f"shard {self.index}"
+
 
 def shards(sequences: Iterable[TokenSequence], *, shard_size: int) -> Iterator[Shard]:
     """Cut ``sequences`` into shards of ``shard_size`` sequences (the last may have fewer), in order."""

@@ -33,7 +33,7 @@ from headscan.pipelines.evaluate.checks import check_generates, check_next_token
 from headscan.pipelines.evaluate.run_evaluation import EVALUATE, Purpose, run_evaluation
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.measure.run_corpus import write_shards
-from headscan.pipelines.measure.run_scan import ScanItem, measure_shard
+from headscan.pipelines.measure.run_scan import MeasureShard
 from headscan.pipelines.runs.head_orders import find_run
 from headscan.pipelines.runs.model_identity import ModelFacts, fingerprint
 from headscan.pipelines.runs.progress import at_work
@@ -154,15 +154,9 @@ def record_prompts(config: EvaluateConfig, run: Run, questions: Questions) -> st
             "batch_tokens": config.batch_tokens,
         },
     )
-    return write_shards(
-        run,
-        record,
-        shards(_sequences(prompts, names, report), shard_size=_SHARD),
-        lambda shard: ScanItem(shard, statistics, widths, config.batch_tokens, False, run.identity.rope_lengths),
-        report,
-        total_sequences=len(prompts),
-        task=measure_shard,
-    ).run_id
+    task = MeasureShard(statistics, widths, config.batch_tokens, False, run.identity.rope_lengths)
+    prompt_shards = shards(_sequences(prompts, names, report), shard_size=_SHARD)
+    return write_shards(run, record, task, prompt_shards, report, total_sequences=len(prompts)).run_id
 
 
 def _sequences(prompts: Iterable[tuple[int, ...]], source: str, report: CorpusReport) -> Iterator[TokenSequence]:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import pyarrow as pa
 
@@ -33,6 +33,8 @@ from headscan.pipelines.settings.corpus_settings import check_length
 from headscan.pipelines.settings.measure_settings import CorpusRunConfig, Part
 from headscan.sizing.forward_flops import forward_flops
 
+S = TypeVar("S", bound=Shard)
+
 #: Tokens read before the first shard runs, so that the total of most corpora is known and progress shows a time left.
 _READ_AHEAD = 20_000_000
 #: Most bytes of tables that wait, next to those that are being written; then `ShardWriter.add` blocks. A shard of 80 x
@@ -43,7 +45,7 @@ _WAITING = 100_000_000
 _SHARD_SECONDS, _LARGEST_SHARD = 20, 64
 #: Sequences of a shard of a part.
 _PART_SHARD = 16
-#: Operations per second that this supposes, by type of device.
+#: Operations per second that a device is assumed to run, by its type; they only choose the size of a shard.
 _CPU_SPEED, _GPU_SPEED = 1e11, 1e14
 
 
@@ -52,6 +54,23 @@ class ShardTable(NamedTuple):
 
     heads: pa.Table
     nonfinite_rows: int
+
+
+@dataclass(frozen=True)
+class ShardMeasurement:
+    """What a run measures on every shard of a corpus.
+
+    Attributes:
+        cost_in_passes: Time of measuring a sequence, as a multiple of a plain forward pass.
+        identity_settings: Settings on which the numbers depend, in addition to those of `CorpusRunConfig`.
+        stored_settings: The same settings as the store records them.
+    """
+
+    kind: RunKind
+    task: Task[Shard, ShardTable]
+    cost_in_passes: float
+    identity_settings: Mapping[str, Any]
+    stored_settings: Mapping[str, Any]
 
 
 class CorpusChangedError(HeadscanError):
@@ -75,26 +94,15 @@ class CorpusRunResult:
 def run_corpus(
     config: CorpusRunConfig,
     run: Run,
-    kind: RunKind,
-    task: Task[Any, ShardTable],
-    shard_item: Callable[[Shard], Any],
+    measurement: ShardMeasurement,
     *,
-    cost_in_passes: float,
-    identity_settings: Mapping[str, Any],
-    stored_settings: Mapping[str, Any],
-    prompts: Callable[[], Sequence[TokenSequence]] = tuple,
+    prompts: Iterable[TokenSequence] = (),
     part: Part | None = None,
 ) -> CorpusRunResult:
-    """Measure every shard of a corpus, or of a part of it, into a store.
-
-    Args:
-        shard_item: Returns the item of ``task`` for a shard, which the item has as ``shard``.
-        cost_in_passes: Cost of a sequence, in forward passes.
-        identity_settings: Settings on which the numbers depend, in addition to those of `CorpusRunConfig`.
-        stored_settings: The same settings as the store records them.
-        prompts: Makes sequences that are measured after the corpus, numbered from 0.
+    """Measure every shard of a corpus, or of a part of it, into a store. ``prompts`` are sequences that are measured
+    after the corpus, numbered from 0; they are read only if the run is not finished.
     """
-    identity = run.identity
+    identity, kind = run.identity, measurement.kind
     check_length(identity, config.tokens.max_tokens)
     corpus = open_corpus(config.corpus)
     corpus_fingerprint = corpus.fingerprint()
@@ -103,7 +111,7 @@ def run_corpus(
         "dtype": config.model.dtype,
         "corpus": corpus_fingerprint,
         "tokens": asdict(config.tokens),
-        **identity_settings,
+        **measurement.identity_settings,
         "batch_tokens": config.batch_tokens,
     }
     run_hash = run_fingerprint(run, kind, fingerprinted_settings, config.shard_size)
@@ -118,11 +126,11 @@ def run_corpus(
             return CorpusRunResult(stored_run["run_id"], already_done=True, part=part)
     # Parts of one scan may run on different devices, and all need the same shards.
     wanted_size = config.shard_size if part is None else config.shard_size or _PART_SHARD
-    shard_size = shard_size_of(run, kind, run_hash, wanted_size, config.tokens.max_tokens, cost_in_passes)
+    shard_size = shard_size_of(run, kind, run_hash, wanted_size, config.tokens.max_tokens, measurement.cost_in_passes)
 
     report = CorpusReport()
     corpus_shards = shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=shard_size)
-    all_shards = _with_prompts(corpus_shards, prompts(), shard_size)
+    all_shards = _with_prompts(corpus_shards, list(prompts), shard_size)
     first_shards, has_more_shards = _read_ahead(all_shards)
     if config.tokens.mode == "truncate" and report.truncated:
         extent = "the first " if has_more_shards or report.stopped_at_limit else ""
@@ -142,7 +150,7 @@ def run_corpus(
             "corpus": asdict(config.corpus),
             "tokens": asdict(config.tokens),
             "attention_across_documents": config.tokens.attention_across_documents,
-            **stored_settings,
+            **measurement.stored_settings,
             "shard_size": shard_size,
             "batch_tokens": config.batch_tokens,
             **({} if part is None else {"parts": [str(part)]}),
@@ -155,11 +163,10 @@ def run_corpus(
     return write_shards(
         run,
         record,
+        measurement.task,
         chain(first_shards, all_shards),
-        shard_item,
         report,
         total_sequences=total_sequences,
-        task=task,
         part=part,
     )
 
@@ -167,12 +174,11 @@ def run_corpus(
 def write_shards(
     run: Run,
     record: RunRecord,
-    all_shards: Iterable[Shard],
-    shard_item: Callable[[Shard], Any],
+    task: Task[S, ShardTable],
+    all_shards: Iterable[S],
     report: CorpusReport,
     *,
     total_sequences: int | None,
-    task: Task[Any, ShardTable],
     part: Part | None = None,
 ) -> CorpusRunResult:
     """Begin or resume a run, measure the missing shards of the corpus or of a part, and close the run. It is finished
@@ -192,9 +198,8 @@ def write_shards(
             pool_task = task
             if pool.local and isinstance(task, PassTask):
                 pool_task = partial(task, on_pass=progress.update)
-            items = map(shard_item, tally.to_measure(all_shards, progress))
-            for finished in pool.map(pool_task, items):
-                shard, table = finished.item.shard, finished.value
+            for finished in pool.map(pool_task, tally.to_measure(all_shards, progress)):
+                shard, table = finished.item, finished.value
                 ledger_row = ShardRecord(
                     shard.index, shard.content_hash, finished.seconds, finished.worker, table.nonfinite_rows
                 )
@@ -245,7 +250,7 @@ class _ShardTally:
     def total(self) -> int:
         return self.measured + self.skipped + self.others_stored + self.others_missing
 
-    def to_measure(self, all_shards: Iterable[Shard], progress: Progress) -> Iterator[Shard]:
+    def to_measure(self, all_shards: Iterable[S], progress: Progress) -> Iterator[S]:
         """Yield the shards to measure. Raises CorpusChangedError if a stored one has other text."""
         for shard in all_shards:
             self.content.update(shard.content_hash.encode())

@@ -6,7 +6,7 @@ Shapes: B sequences, L layers, H query heads of the widest layer.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -19,14 +19,15 @@ from headscan.errors import UnsupportedModelError
 from headscan.gradients.head_importance import default_loss, entropies, head_gradients
 from headscan.gradients.losses import Loss
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.model_facts import UNVARYING, RopeLengths
-from headscan.models.token_batches import pad, run_halving, whole_batches
+from headscan.models.model_facts import RopeLengths
+from headscan.models.token_batches import Batch, pad, run_halving, whole_batches
 from headscan.pipelines import corpora
 from headscan.pipelines.corpora import CorpusReport
 from headscan.pipelines.corpora.sequences import hash_ids, special_tokens
 from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss
 from headscan.pipelines.measure.run_corpus import (
     CorpusRunResult,
+    ShardMeasurement,
     ShardTable,
     run_corpus,
     run_fingerprint,
@@ -40,38 +41,34 @@ from headscan.pipelines.scoring.prompt_losses import recall_prompts
 from headscan.pipelines.settings.corpus_settings import TokenConfig
 from headscan.pipelines.settings.measure_settings import ImportanceConfig, LabelledImportanceConfig, LossReduction
 
-#: Cost of a sequence, in forward passes: a forward and a backward pass, each block run again.
-_PASSES = 4
+#: Time of measuring a sequence, as a multiple of a plain forward pass: a forward and a backward pass, each block run
+#: again. It only chooses the size of a shard.
+_COST_IN_PASSES = 4
 #: Columns that are measured; a run with others is another run.
 MEASURED = ("gate_gradient", "token_gradient", "entropy")
 
 
-@dataclass(frozen=True)
-class ImportanceItem:
-    shard: corpora.Shard
-    reduction: LossReduction
-    batch_tokens: int
-    rope: RopeLengths = UNVARYING
-
-    @property
-    def name(self) -> str:
-        return f"shard {self.shard.index}"
-
-
-def measure_importance(lm: LoadedModel, item: ImportanceItem) -> ShardTable:
+def measure_importance(
+    lm: LoadedModel, shard: corpora.Shard, *, reduction: LossReduction, batch_tokens: int, rope: RopeLengths
+) -> ShardTable:
     """Pool task: measure the importance of every head on every sequence of a shard."""
-    sequences = item.shard.sequences
+    sequences = shard.sequences
+    lengths = [len(sequence) for sequence in sequences]
 
     def loss_of(indices: list[int]) -> Loss:
         ids, lengths = pad([sequences[index].ids for index in indices])
         keys = [sequences[index].index for index in indices]
-        return default_loss(lm, ids, lengths, input_keys=keys, summed=item.reduction == "sum")
+        return default_loss(lm, ids, lengths, input_keys=keys, summed=reduction == "sum")
 
-    return _measure_losses(lm, item, loss_of, [len(sequence) for sequence in sequences])
+    return _measure_losses(lm, shard, loss_of, lengths, whole_batches(lengths, batch_tokens, rope.group))
 
 
 def _measure_losses(
-    lm: LoadedModel, item: ImportanceItem, loss_of: Callable[[list[int]], Loss], lengths: list[int]
+    lm: LoadedModel,
+    shard: corpora.Shard,
+    loss_of: Callable[[list[int]], Loss],
+    lengths: list[int],
+    batches: list[Batch],
 ) -> ShardTable:
     """Return the derivatives of the losses of a shard's sequences by a gate on every head, at every site. ``loss_of``
     makes the loss of a batch from the indices of its sequences in the shard.
@@ -79,7 +76,7 @@ def _measure_losses(
 
     def measure(indices: list[int]) -> list[HeadMeasurements]:
         loss = loss_of(indices)
-        corpus_indices = [item.shard.sequences[index].index for index in indices]
+        corpus_indices = [shard.sequences[index].index for index in indices]
         measurements = []
         for kind, gradients in head_gradients(lm, loss).items():
             lm_at = lm.at(kind)
@@ -88,12 +85,14 @@ def _measure_losses(
             measurements.append(HeadMeasurements.of(lm_at.grid, corpus_indices, values, nonfinite))
         return measurements
 
-    batches: list[list[HeadMeasurements]] = []
+    measured_batches: list[list[HeadMeasurements]] = []
     limit = lm.limits["importance"]
-    for batch in whole_batches(lengths, item.batch_tokens, item.rope.group):
+    for batch in batches:
         halves = run_halving(list(batch.sequence_indices), measure, lengths, limit)
-        batches += [measurements for _, measurements in halves]
-    tables = [head_table(HeadMeasurements.of_batches(site_batches)) for site_batches in zip(*batches, strict=True)]
+        measured_batches += [measurements for _, measurements in halves]
+    tables = [
+        head_table(HeadMeasurements.of_batches(site_batches)) for site_batches in zip(*measured_batches, strict=True)
+    ]
     return ShardTable(pa.concat_tables(tables), 0)
 
 
@@ -120,47 +119,51 @@ def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
     settings: dict[str, Any] = {"reduction": config.reduction, "measured": MEASURED}
     if config.recall_prompts:
         settings["recall_prompts"] = config.recall_prompts
-
-    def prompts() -> list[corpora.TokenSequence]:
-        if not config.recall_prompts:
-            return []
-        if not run.facts.grid.predicts_next_token:
-            raise UnsupportedModelError(
-                f"{run.identity.name} does not predict the next token, but recall prompts need a decoder. Set"
-                " `recall_prompts` to 0"
-            )
-        return recall_texts(run.identity, config.tokens, config.recall_prompts)
-
-    importance_item = partial(
-        ImportanceItem, reduction=config.reduction, batch_tokens=config.batch_tokens, rope=run.identity.rope_lengths
+    task = partial(
+        measure_importance, reduction=config.reduction, batch_tokens=config.batch_tokens, rope=run.identity.rope_lengths
     )
-    return run_corpus(
-        config,
-        run,
-        "importance",
-        measure_importance,
-        importance_item,
-        cost_in_passes=_PASSES,
-        identity_settings=settings,
-        stored_settings=settings,
-        prompts=prompts,
+    measurement = ShardMeasurement(
+        "importance", task, cost_in_passes=_COST_IN_PASSES, identity_settings=settings, stored_settings=settings
     )
+    return run_corpus(config, run, measurement, prompts=_recall_prompts(config, run))
 
 
-@dataclass(frozen=True, kw_only=True)
-class LabelledImportanceItem(ImportanceItem):
-    texts: tuple[LabelledText, ...]
-    answers: Answers
+def _recall_prompts(config: ImportanceConfig, run: Run) -> Iterator[corpora.TokenSequence]:
+    """Yield the recall prompts of the settings. A generator, because a run that is finished does not load the model."""
+    if not config.recall_prompts:
+        return
+    if not run.facts.grid.predicts_next_token:
+        raise UnsupportedModelError(
+            f"{run.identity.name} does not predict the next token, but recall prompts need a decoder. Set"
+            " `recall_prompts` to 0"
+        )
+    yield from recall_texts(run.identity, config.tokens, config.recall_prompts)
 
 
-def measure_labelled(lm: LoadedModel, item: LabelledImportanceItem) -> ShardTable:
+@dataclass(frozen=True, eq=False)
+class LabelledShard(corpora.Shard):
+    """Labelled examples, whose texts are the sequences of the shard."""
+
+    examples: tuple[LabelledText, ...]
+
+
+def measure_labelled(
+    lm: LoadedModel,
+    shard: LabelledShard,
+    *,
+    answers: Answers,
+    reduction: LossReduction,
+    batch_tokens: int,
+    rope: RopeLengths,
+) -> ShardTable:
     """Pool task: measure the importance of every head on every example of a shard."""
+    lengths = [example.longest for example in shard.examples]
 
     def loss_of(indices: list[int]) -> Loss:
-        texts = [item.texts[index] for index in indices]
-        return labelled_loss(lm, item.answers, texts, summed=item.reduction == "sum")
+        examples = [shard.examples[index] for index in indices]
+        return labelled_loss(lm, answers, examples, summed=reduction == "sum")
 
-    return _measure_losses(lm, item, loss_of, [text.longest for text in item.texts])
+    return _measure_losses(lm, shard, loss_of, lengths, whole_batches(lengths, batch_tokens, rope.group))
 
 
 def run_labelled_importance(config: LabelledImportanceConfig, run: Run, *, texts: LabelledTexts) -> CorpusRunResult:
@@ -186,20 +189,16 @@ def run_labelled_importance(config: LabelledImportanceConfig, run: Run, *, texts
         return CorpusRunResult(done, already_done=True)
     report = CorpusReport()
     longest = max((text.longest for text in texts.texts), default=1)
-    size = shard_size_of(run, "importance", run_hash, config.shard_size, longest, _PASSES)
-    groups = [tuple(texts.texts[start : start + size]) for start in range(0, len(texts.texts), size)]
+    size = shard_size_of(run, "importance", run_hash, config.shard_size, longest, _COST_IN_PASSES)
+    groups = [texts.texts[start : start + size] for start in range(0, len(texts.texts), size)]
     shards = [_shard(index, group, config.data.name, report) for index, group in enumerate(groups)]
-
-    def shard_item(shard: corpora.Shard) -> LabelledImportanceItem:
-        return LabelledImportanceItem(
-            shard,
-            config.reduction,
-            config.batch_tokens,
-            identity.rope_lengths,
-            texts=groups[shard.index],
-            answers=texts.answers,
-        )
-
+    task = partial(
+        measure_labelled,
+        answers=texts.answers,
+        reduction=config.reduction,
+        batch_tokens=config.batch_tokens,
+        rope=identity.rope_lengths,
+    )
     record = run.record(
         "importance",
         run_hash,
@@ -209,20 +208,18 @@ def run_labelled_importance(config: LabelledImportanceConfig, run: Run, *, texts
         corpus_hash=data_hash,
         total_shards=len(shards),
     )
-    return write_shards(
-        run, record, shards, shard_item, report, total_sequences=len(texts.texts), task=measure_labelled
-    )
+    return write_shards(run, record, task, shards, report, total_sequences=len(texts.texts))
 
 
-def _shard(index: int, texts: Sequence[LabelledText], source: str, report: CorpusReport) -> corpora.Shard:
+def _shard(index: int, examples: tuple[LabelledText, ...], source: str, report: CorpusReport) -> LabelledShard:
     """Return a group of examples as a shard; its hash includes the targets."""
     digest = hashlib.sha256()
     sequences = []
-    for text in texts:
-        ids, target = (np.asarray(tokens, dtype=np.int32) for tokens in (text.ids, text.target_ids))
+    for example in examples:
+        ids, target = (np.asarray(tokens, dtype=np.int32) for tokens in (example.ids, example.target_ids))
         digest.update(f"{hash_ids(ids)} {hash_ids(target)}\n".encode())
-        sequences.append(corpora.TokenSequence(text.index, text.index, source, ids, False, hash_ids(ids)[:16]))
+        sequences.append(corpora.TokenSequence(example.index, example.index, source, ids, False, hash_ids(ids)[:16]))
         report.documents += 1
         report.sequences += 1
         report.tokens += len(ids)
-    return corpora.Shard(index, tuple(sequences), digest.hexdigest())
+    return LabelledShard(index, tuple(sequences), digest.hexdigest(), examples)

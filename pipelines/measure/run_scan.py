@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,56 +23,32 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import Batch, pad, whole_batches
 from headscan.pipelines import corpora
-from headscan.pipelines.measure.run_corpus import CorpusRunResult, ShardTable, run_corpus
+from headscan.pipelines.measure.run_corpus import CorpusRunResult, ShardMeasurement, ShardTable, run_corpus
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.measure_settings import ScanConfig
 
-#: Cost of a sequence of a scan, in forward passes.
-_PASSES = 1.5
+#: Time of measuring a sequence, as a multiple of a plain forward pass; it only chooses the size of a shard.
+_COST_IN_PASSES = 1.5
 
 
 def run_scan(config: ScanConfig, run: Run) -> CorpusRunResult:
     """Measure the statistics of all heads on a corpus, and report how many rows have values that are not finite."""
     settings = {"statistics": config.measured, "keep_nonfinite": config.keep_nonfinite}
     widths = asdict(config.widths)
-    scan_item = partial(
-        ScanItem,
-        statistics=config.measured,
-        widths=config.widths,
-        batch_tokens=config.batch_tokens,
-        keep_nonfinite=config.keep_nonfinite,
-        rope=run.identity.rope_lengths,
+    task = MeasureShard(
+        config.measured, config.widths, config.batch_tokens, config.keep_nonfinite, run.identity.rope_lengths
     )
-    result = run_corpus(
-        config,
-        run,
+    measurement = ShardMeasurement(
         "scan",
-        measure_shard,
-        scan_item,
-        cost_in_passes=_PASSES,
+        task,
+        cost_in_passes=_COST_IN_PASSES,
         identity_settings={**settings, "widths": widths},
         stored_settings={**settings, **widths, "panel": None if config.statistics else config.panel},
-        part=config.part,
     )
+    result = run_corpus(config, run, measurement, part=config.part)
     if nonfinite_rows := int(run.store.resolve_run(result.run_id, "scan")["nonfinite_rows"]):
         run.say(f"{nonfinite_rows} rows of head_statistics hold values that came out as NaN or infinite: NULL there")
     return result
-
-
-@dataclass(frozen=True)
-class ScanItem:
-    """One shard for one replica; with ``keep_nonfinite``, NaN and infinite values are no error."""
-
-    shard: corpora.Shard
-    statistics: tuple[str, ...]
-    widths: MassWidths
-    batch_tokens: int
-    keep_nonfinite: bool
-    rope: RopeLengths = UNVARYING
-
-    @property
-    def name(self) -> str:
-        return f"shard {self.shard.index}"
 
 
 @dataclass(frozen=True)
@@ -131,25 +106,33 @@ class HeadMeasurements:
         )
 
 
-class _MeasureShard(PassTask[ScanItem, Batch, list[HeadMeasurements], ShardTable]):
-    """Pool task: measure every head on every sequence of a shard. A partial result has an element for each kind of
-    site.
+@dataclass(frozen=True)
+class MeasureShard(PassTask[corpora.Shard, Batch, list[HeadMeasurements], ShardTable]):
+    """Pool task: measure every head on every sequence of a shard. A pool calls it like a function
+    (`PassTask.__call__`), or runs its passes by layer ranges. A partial result has an element for each kind of site.
+    With ``keep_nonfinite``, NaN and infinite values are no error.
     """
 
-    def passes(self, item: ScanItem) -> list[Batch]:
-        return whole_batches(list(map(len, item.shard.sequences)), item.batch_tokens, item.rope.group)
+    statistics: tuple[str, ...]
+    widths: MassWidths
+    batch_tokens: int
+    keep_nonfinite: bool
+    rope: RopeLengths = UNVARYING
 
-    def run(self, lm: LoadedModel, item: ScanItem, batch: Batch) -> list[HeadMeasurements]:
-        sequences = [item.shard.sequences[index] for index in batch.sequence_indices]
+    def passes(self, shard: corpora.Shard) -> list[Batch]:
+        return whole_batches([len(sequence) for sequence in shard.sequences], self.batch_tokens, self.rope.group)
+
+    def run(self, lm: LoadedModel, shard: corpora.Shard, batch: Batch) -> list[HeadMeasurements]:
+        sequences = [shard.sequences[index] for index in batch.sequence_indices]
         corpus_indices = [sequence.index for sequence in sequences]
         ids, lengths = pad([sequence.ids for sequence in sequences], batch.width)
         measurements = []
         for kind in lm.grid.kinds:
             lm_at = lm.at(kind)
             # Values that are not finite are marked or refused below, where the error can name the document.
-            values = collect(lm_at, ids, lengths, statistics=item.statistics, widths=item.widths, keep_nonfinite=True)
+            values = collect(lm_at, ids, lengths, statistics=self.statistics, widths=self.widths, keep_nonfinite=True)
             nonfinite = find_nonfinite(lm_at.grid, values, lengths, lengths)
-            if not item.keep_nonfinite:
+            if not self.keep_nonfinite:
                 _refuse_nonfinite(kind, nonfinite, sequences)
             any_nonfinite_BLH = torch.stack(list(nonfinite.values())).any(0)
             measurements.append(HeadMeasurements.of(lm_at.grid, corpus_indices, values, any_nonfinite_BLH))
@@ -164,7 +147,7 @@ class _MeasureShard(PassTask[ScanItem, Batch, list[HeadMeasurements], ShardTable
     def join_halves(self, halves: Sequence[list[HeadMeasurements]]) -> list[HeadMeasurements]:
         return [HeadMeasurements.of_batches(site_halves) for site_halves in zip(*halves, strict=True)]
 
-    def join(self, item: ScanItem, partials: Sequence[Sequence[list[HeadMeasurements]]]) -> ShardTable:
+    def join(self, shard: corpora.Shard, partials: Sequence[Sequence[list[HeadMeasurements]]]) -> ShardTable:
         batches = [
             [HeadMeasurements.of_ranges(site_ranges) for site_ranges in zip(*ranges, strict=True)]
             for ranges in partials
@@ -175,10 +158,6 @@ class _MeasureShard(PassTask[ScanItem, Batch, list[HeadMeasurements], ShardTable
             nonfinite_rows += int(measurements.nonfinite.sum())
             tables.append(head_table(measurements))
         return ShardTable(pa.concat_tables(tables), nonfinite_rows)
-
-
-#: The task of a scan. A pool calls it like a function (`PassTask.__call__`), or runs its passes by layer ranges.
-measure_shard = _MeasureShard("measure_shard")
 
 
 def _refuse_nonfinite(kind: str, nonfinite: Mapping[str, Tensor], sequences: Sequence[corpora.TokenSequence]) -> None:

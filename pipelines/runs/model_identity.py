@@ -144,7 +144,7 @@ class _ModelFacts(InspectionTask[object, ModelFacts]):
         return ModelFacts(lm.dtype, str(lm.device), _hardware(lm), lm.grid, _caches(lm), lm.max_tokens)
 
 
-model_facts = _ModelFacts("model_facts")
+model_facts = _ModelFacts()
 
 
 def _caches(lm: LoadedModel) -> dict[str, tuple[LayerCache, ...]] | None:

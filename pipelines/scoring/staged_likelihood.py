@@ -102,4 +102,4 @@ class _ScoreInRanges(PassTask[LikelihoodItem, Batch, RangeResult, list[Responses
         return [by_request(distinct_inputs(item.requests), results)]
 
 
-score_in_ranges = _ScoreInRanges("score_in_ranges")
+score_in_ranges = _ScoreInRanges()

@@ -34,7 +34,7 @@ from headscan.cluster.ray_pool import PipelinePool, RayPool
 from headscan.cluster.ray_session import RaySession
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import Shard, TokenSequence
-from headscan.pipelines.measure.run_scan import ScanItem, measure_shard
+from headscan.pipelines.measure.run_scan import MeasureShard
 from tests.benchmarks.imagined_scans import ImaginedPool, Killer, pid_of, scan_imagined
 from tests.benchmarks.imagined_workers import ShardShape
 from tests.benchmarks.random_checkpoint import Shape, make_checkpoint
@@ -45,27 +45,27 @@ _SEQUENCES, _TOKENS, _BATCH = 8, 256, 512
 _IMAGINED = ShardShape(layers=32, heads=32, sequences=8, tokens=512)
 
 
-def made_items(count: int) -> list[ScanItem]:
+def random_shards(count: int) -> list[Shard]:
     """Shards of random tokens, four passes each."""
     generator = np.random.default_rng(0)
-    statistics = tuple(sorted(panel_names("fast")))
-    items = []
+    shards = []
     for number in range(count):
         texts = tuple(
             TokenSequence(i, i, "made", generator.integers(0, _SHAPE.vocabulary, _TOKENS, dtype=np.int32), False, "")
             for i in range(number * _SEQUENCES, (number + 1) * _SEQUENCES)
         )
-        items.append(ScanItem(Shard(number, texts, ""), statistics, MassWidths(), _BATCH, keep_nonfinite=False))
-    return items
+        shards.append(Shard(number, texts, ""))
+    return shards
 
 
-def seconds(pools: Mapping[str, Pool], items: list[ScanItem], rounds: int) -> dict[str, list[float]]:
-    """How long each pool takes for all items, round by round."""
+def seconds(pools: Mapping[str, Pool], shards: list[Shard], rounds: int) -> dict[str, list[float]]:
+    """How long each pool takes for all shards, round by round."""
+    task = MeasureShard(tuple(sorted(panel_names("fast"))), MassWidths(), _BATCH, keep_nonfinite=False)
     took: dict[str, list[float]] = {name: [] for name in pools}
     for turn in range(rounds + 1):
         for name, pool in pools.items():
             began = time.perf_counter()
-            list(pool.map(measure_shard, items if turn else items[:2]))
+            list(pool.map(task, shards if turn else shards[:2]))
             if turn:  # the first turn loads the model
                 took[name].append(time.perf_counter() - began)
                 print(f"round {turn}: {name:13} {took[name][-1]:6.2f} s; load {os.getloadavg()[0]:.1f}", flush=True)
@@ -128,7 +128,7 @@ def main() -> None:
         }
         for pool in pools.values():
             pools_open.enter_context(pool)
-        took = seconds(pools, made_items(options.shards), options.rounds)
+        took = seconds(pools, random_shards(options.shards), options.rounds)
     print(f"{options.shards} shards of {_SEQUENCES} x {_TOKENS} tokens, one thread a worker")
     for name, values in took.items():
         print(f"{name:13} {median(values):6.2f} s, {median(values) / options.shards:.2f} s a shard")

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from tests.benchmarks.imagined_scans import ImaginedPool, scan_imagined
-from tests.benchmarks.imagined_workers import ImaginedItem, ShardShape, imagine_shard, made_shards
+from tests.benchmarks.imagined_workers import ShardShape, imagine_shard, made_shards
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder, ImaginedPool(options.workers) as pool:
         pool.all_answer()
         # Until every worker has made its table.
-        list(pool.map(imagine_shard, [ImaginedItem(shard, shape) for shard in made_shards(4 * options.workers, shape)]))
+        list(pool.map(partial(imagine_shard, shape=shape), made_shards(4 * options.workers, shape)))
         path = Path(folder) / "scale.duckdb"
         cost = scan_imagined(pool, path, shape, options.shards)
         size = path.stat().st_size

@@ -33,7 +33,7 @@ from headscan.cluster.placements import StreamedPlacement, WholePlacement
 from headscan.cluster.pool import open_pool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines import corpora
-from headscan.pipelines.measure.run_scan import ScanItem, measure_shard
+from headscan.pipelines.measure.run_scan import MeasureShard
 from tests.benchmarks.random_checkpoint import Shape, make_checkpoint, shape_of, shape_options
 
 #: The bars.
@@ -54,20 +54,15 @@ def measure(folder: Path, placement: StreamedPlacement | WholePlacement, options
         )
         for i in range(options.sequences)
     ]
-    statistics = tuple(sorted(panel_names("fast")))
-    shards = [
-        ScanItem(
-            corpora.Shard(i, tuple(texts[i : i + _SHARD]), ""), statistics, MassWidths(), options.batch_tokens, False
-        )
-        for i in range(0, len(texts), _SHARD)
-    ]
+    task = MeasureShard(tuple(sorted(panel_names("fast"))), MassWidths(), options.batch_tokens, False)
+    shards = [corpora.Shard(i, tuple(texts[i : i + _SHARD]), "") for i in range(0, len(texts), _SHARD)]
     spec = ModelSpec(str(folder))
     pool = open_pool(spec, placement)
     base = _reset_peak()
     started, computed = time.perf_counter(), time.process_time()
     total = 0.0
     with pool:
-        for done in pool.map(measure_shard, shards):
+        for done in pool.map(task, shards):
             total += float(np.nansum(done.value.heads["output_norm"].to_numpy()))
         seconds, computed = time.perf_counter() - started, time.process_time() - computed
         peak = _memory("VmHWM") - base

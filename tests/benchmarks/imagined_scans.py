@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,15 +23,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusReport
 from headscan.pipelines.measure.run_corpus import write_shards
 from headscan.pipelines.runs.run_context import Run
-from tests.benchmarks.imagined_workers import (
-    ImaginedItem,
-    ImaginedWorker,
-    ShardShape,
-    answer,
-    imagine_shard,
-    made_shards,
-    made_table,
-)
+from tests.benchmarks.imagined_workers import ImaginedWorker, ShardShape, answer, imagine_shard, made_shards, made_table
 
 #: Time of a task that only shows that a worker is there, in seconds.
 _ANSWER = 0.2
@@ -62,7 +55,7 @@ class ImaginedPool(RayPool):
 
     def held(self) -> dict[str, set[int]]:
         """Return the numbers of the shards that each worker has now."""
-        return {replica.workers[0]: {job.item.shard.index for job in replica.jobs} for replica in self._replicas}
+        return {replica.workers[0]: {job.item.index for job in replica.jobs} for replica in self._replicas}
 
 
 def pid_of(worker: str) -> int:
@@ -85,7 +78,7 @@ class Killer:
 
     def __call__(self, finished: Finished[Any, Any]) -> None:
         self._left -= 1
-        shard = finished.item.shard.index
+        shard = finished.item.index
         if self._left == 0:
             self._kill()
             return
@@ -183,15 +176,8 @@ def scan_imagined(
     texts = made_shards(shards, shape)
     began = clocks()
     try:
-        write_shards(
-            run,
-            record,
-            texts,
-            lambda shard: ImaginedItem(shard, shape, seconds),
-            CorpusReport(),
-            total_sequences=None,
-            task=imagine_shard,
-        )
+        task = partial(imagine_shard, shape=shape, seconds=seconds)
+        write_shards(run, record, task, texts, CorpusReport(), total_sequences=None)
     finally:
         pool.watch = lambda finished: None
     check_rows(store, shape, shards)

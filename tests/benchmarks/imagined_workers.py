@@ -9,7 +9,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -36,19 +35,6 @@ class ShardShape(NamedTuple):
         return self.layers * self.heads * self.sequences
 
 
-@dataclass(frozen=True)
-class ImaginedItem:
-    """A shard that takes ``seconds`` to measure."""
-
-    shard: Shard
-    shape: ShardShape
-    seconds: float = 0.0
-
-    @property
-    def name(self) -> str:
-        return f"shard {self.shard.index}"
-
-
 class ImaginedWorker:
     """An actor with the methods of `cluster.worker.Worker`, which loads no model."""
 
@@ -68,17 +54,17 @@ def answer(model: object, seconds: float) -> None:
     time.sleep(seconds)
 
 
-def imagine_shard(model: object, item: ImaginedItem) -> ShardTable:
-    """A pool task with the result of `measure_shard`: a ready-made table for the sequences of this shard."""
-    time.sleep(item.seconds)
-    indices = np.array([text.index for text in item.shard.sequences], dtype=np.int32)
-    sequences = pa.array(indices.repeat(item.shape[0] * item.shape[1]))
-    return ShardTable(made_table(item.shape).append_column("sequence", sequences), 0)
+def imagine_shard(model: object, shard: Shard, *, shape: ShardShape, seconds: float = 0.0) -> ShardTable:
+    """A pool task with the result of `MeasureShard`: a ready-made table for the sequences of this shard."""
+    time.sleep(seconds)
+    indices = np.array([text.index for text in shard.sequences], dtype=np.int32)
+    sequences = pa.array(indices.repeat(shape.layers * shape.heads))
+    return ShardTable(made_table(shape).append_column("sequence", sequences), 0)
 
 
 @cache
 def made_table(shape: ShardShape) -> pa.Table:
-    """Random statistics of the fast panel, as `measure_shard` gives them, without the indices of the sequences."""
+    """Random statistics of the fast panel, as `MeasureShard` gives them, without the indices of the sequences."""
     layers, heads, sequences, _ = shape
     generator = np.random.default_rng(0)
     head = np.tile(np.arange(heads, dtype=np.int16), sequences * layers)

@@ -17,14 +17,14 @@ from headscan.cluster.pool import InProcessPool, StagingError, WorkError, open_p
 from headscan.cluster.ray_pool import PipelinePool, RayPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines import jobs
-from headscan.pipelines.measure.run_scan import ScanItem, measure_shard
+from headscan.pipelines.corpora import Shard
 from headscan.pipelines.runs.model_identity import model_facts
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import answer_item
 from tests.cluster import tasks
 from tests.cluster.conftest import ray_nodes
 from tests.cluster.tasks import Job
-from tests.pipelines.scoring.test_staged import ARMS, SHARDS, answers, assert_same_rows, measured, saved, shard
+from tests.pipelines.scoring.test_staged import ARMS, MEASURE, SHARDS, answers, assert_same_rows, measured, saved, shard
 from tests.small_models import make_model
 
 __all__ = ["saved"]  # a fixture
@@ -116,14 +116,14 @@ def test_whole_replicas_on_two_nodes_give_what_one_process_gives(
 def test_a_stage_that_is_killed_again_and_again(saved: Callable[[str], ModelSpec], two_nodes: Any) -> None:
     """The first and the last stage fail during the work; every shard arrives once."""
     spec = saved("llama")
-    items: list[ScanItem] = [shard(index, (30, 8)) for index in range(30)]
+    items: list[Shard] = [shard(index, (30, 8)) for index in range(30)]
     with InProcessPool(spec, ONE) as local:
         expected = measured(local, items)
     found = {}
     with pipeline(spec, 2) as pool:
-        for number, done in enumerate(pool.map(measure_shard, items)):
-            assert done.item.shard.index not in found
-            found[done.item.shard.index] = done.value
+        for number, done in enumerate(pool.map(MEASURE, items)):
+            assert done.item.index not in found
+            found[done.item.index] = done.value
             if number in (3, 12):
                 workers = pool._replicas[0].workers
                 assert workers[-1] == done.worker
@@ -145,9 +145,9 @@ def test_a_pipeline_on_a_node_that_is_lost_is_rebuilt_on_another(
         expected = measured(local, items)
     found = {}
     with pipeline(spec, 2) as pool:
-        for number, done in enumerate(pool.map(measure_shard, items)):
-            assert done.item.shard.index not in found
-            found[done.item.shard.index] = done.value
+        for number, done in enumerate(pool.map(MEASURE, items)):
+            assert done.item.index not in found
+            found[done.item.index] = done.value
             if number == 3:
                 used = {n["NodeID"] for n in ray.nodes()} - {
                     node for node, free in ray._private.state.available_resources_per_node().items() if free.get("CPU")

@@ -150,7 +150,7 @@ class _Count(PassTask[None, Batch, int, int]):
 
 
 def test_a_loaded_model_remembers_for_all_its_sites() -> None:
-    lm, task = make_loaded("llama"), _Count("count")
+    lm, task = make_loaded("llama"), _Count()
     task.tried = []  # type: ignore[attr-defined]
     assert task(lm, None) == 4
     assert run_pass(task, lm.at("self"), None, Batch((0, 1, 2, 3), 8)) == (4, None)

@@ -87,7 +87,7 @@ class Heads(InspectionTask[None, int]):
         return sum(1 for _ in lm.grid.heads())
 
 
-measure = Measure("measure")
+measure = Measure()
 ITEMS = [Texts(1), Texts(2, passes=3), Texts(3, sequences=1)]
 
 
@@ -138,7 +138,7 @@ def test_each_tensor_is_read_once_a_map(
     monkeypatch.setattr(lazy_models, "read_tensors", counting)
     spec = saved(family)
     with StreamedPool(spec, PLACEMENT) as pool:
-        assert pool.one(Heads("heads"), None) == 18
+        assert pool.one(Heads(), None) == 18
         opened = counted.copy()
         results(pool)
         first = counted.copy()
@@ -271,7 +271,6 @@ class Broken(Measure):
     """Fails at one item, in its second range."""
 
     def __init__(self, problem: Exception) -> None:
-        super().__init__("broken")
         self.problem = problem
 
     def run(self, lm: LoadedModel, item: Texts, part: Tensor) -> dict[str, Tensor]:
@@ -334,5 +333,5 @@ def test_layers_go_through_the_gpu_by_which_they_were_placed(
     monkeypatch.setattr(streaming, "open_layers", open_on_cpu)
     for device in ("cuda", "cuda:0", "cpu"):
         with StreamedPool(saved("llama"), replace(PLACEMENT, device=device)) as pool:
-            assert pool.one(Heads("heads"), None) == 18
+            assert pool.one(Heads(), None) == 18
     assert taken == ["cuda:1", "cuda:0", "cpu"]

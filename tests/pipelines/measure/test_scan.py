@@ -21,7 +21,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenConfig
 from headscan.pipelines.measure.run_corpus import CorpusChangedError, CorpusRunResult, shard_size_of
-from headscan.pipelines.measure.run_scan import run_scan
+from headscan.pipelines.measure.run_scan import MeasureShard, run_scan
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.measure_settings import CorpusRunError, ScanConfig
@@ -198,7 +198,7 @@ def test_a_stopped_scan_resumes_where_it_was(config: ScanConfig, tmp_path: Path)
     class DyingPool(InProcessPool):
         def map(self, task, items):  # type: ignore[no-untyped-def]
             for count, finished in enumerate(super().map(task, items)):
-                if getattr(task, "func", task).__name__ == "measure_shard" and count == 2:
+                if isinstance(getattr(task, "func", task), MeasureShard) and count == 2:
                     raise Interrupted
                 yield finished
 

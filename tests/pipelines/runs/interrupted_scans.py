@@ -9,7 +9,7 @@ import pytest
 from headscan.analysis.store.store import Store
 from headscan.cluster.pool import InProcessPool, open_pool
 from headscan.pipelines.measure.run_corpus import CorpusRunResult
-from headscan.pipelines.measure.run_scan import run_scan
+from headscan.pipelines.measure.run_scan import MeasureShard, run_scan
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.measure_settings import ScanConfig
 from tests.pipelines.conftest import THREADS
@@ -24,7 +24,7 @@ class DyingPool(InProcessPool):
 
     def map(self, task, items):  # type: ignore[no-untyped-def]
         for count, finished in enumerate(super().map(task, items)):
-            if getattr(task, "func", task).__name__ == "measure_shard" and count == 2:
+            if isinstance(getattr(task, "func", task), MeasureShard) and count == 2:
                 raise Interrupted
             yield finished
 

@@ -25,7 +25,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora import CorpusSpec, Shard, TokenConfig, TokenSequence
 from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.measure.run_probe import ProbeItem, probe_heads
-from headscan.pipelines.measure.run_scan import ScanItem, measure_shard, run_scan
+from headscan.pipelines.measure.run_scan import MeasureShard, run_scan
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring import likelihood
 from headscan.pipelines.scoring.arms import BASELINE, Arm
@@ -61,18 +61,20 @@ def tokens(count: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(Random(f"{count} {seed}").choices(range(5, 300), k=count))
 
 
-def shard_item(lm: LoadedModel, batch_tokens: int = 1000) -> ScanItem:
+def shard() -> Shard:
     texts = tuple(
         TokenSequence(i, i, "text", np.array(tokens(n, i), dtype=np.int32), False, "") for i, n in enumerate(LENGTHS)
     )
-    names = panel_names("full")
-    return ScanItem(Shard(0, texts, ""), names, MassWidths(), batch_tokens, False, lm.rope_lengths)
+    return Shard(0, texts, "")
+
+
+def measure(lm: LoadedModel, batch_tokens: int = 1000) -> MeasureShard:
+    return MeasureShard(panel_names("full"), MassWidths(), batch_tokens, False, lm.rope_lengths)
 
 
 def test_a_shard_has_the_numbers_of_each_sequence_alone(lm: LoadedModel) -> None:
-    item = shard_item(lm)
-    rows = measure_shard(lm, item).heads.to_pandas()
-    for text in item.shard.sequences:
+    rows = measure(lm)(lm, shard()).heads.to_pandas()
+    for text in shard().sequences:
         alone = headscan.collect(lm, torch.tensor([text.ids.tolist()]), statistics=["entropy", "projected_output_norm"])
         mine = rows[rows["sequence"] == text.index].sort_values(["layer", "head"])
         for name, values in alone.items():
@@ -90,10 +92,10 @@ def test_needle_prompts_on_both_sides_of_a_switch_have_the_scores_of_each_alone(
 
 
 def test_a_shard_is_the_same_range_by_range(lm: LoadedModel) -> None:
-    item = shard_item(lm, batch_tokens=260)
-    whole = measure_shard(lm, item).heads.to_pandas().drop(columns="site")
+    task = measure(lm, batch_tokens=260)
+    whole = task(lm, shard()).heads.to_pandas().drop(columns="site")
     with StreamedPool(ModelSpec(lm.source), STREAMED) as pool:
-        [done] = pool.map(measure_shard, [item])
+        [done] = pool.map(task, [shard()])
     ranges = done.value.heads.to_pandas().drop(columns="site")
     for name in ("entropy", "output_norm", "first_token_weight"):
         np.testing.assert_allclose(ranges[name], whole[name], rtol=1e-4, atol=1e-5)

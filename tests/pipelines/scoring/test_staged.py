@@ -23,7 +23,7 @@ from headscan.cluster.streamed_pool import StreamedPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import Shard, TokenSequence
 from headscan.pipelines.measure.run_corpus import ShardTable
-from headscan.pipelines.measure.run_scan import ScanItem, measure_shard
+from headscan.pipelines.measure.run_scan import MeasureShard
 from headscan.pipelines.runs.model_identity import model_facts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
@@ -56,20 +56,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelSpec
     return spec
 
 
-def shard(index: int, lengths: tuple[int, ...], seed: int = 0) -> ScanItem:
+def shard(index: int, lengths: tuple[int, ...], seed: int = 0) -> Shard:
     rng = np.random.default_rng([seed, index])
     texts = tuple(
         TokenSequence(10 * index + row, row, "text", rng.integers(5, VOCABULARY, size, dtype=np.int32), False, "")
         for row, size in enumerate(lengths)
     )
-    return ScanItem(Shard(index, texts, ""), tuple(sorted(panel_names("full"))), MassWidths(), 64, False)
+    return Shard(index, texts, "")
 
 
+MEASURE = MeasureShard(tuple(sorted(panel_names("full"))), MassWidths(), 64, False)
 SHARDS = [shard(0, (30, 5, 17, 40, 8)), shard(1, (12,)), shard(2, (20, 21, 22))]
 
 
-def measured(pool: Pool, items: list[ScanItem] = SHARDS) -> dict[int, ShardTable]:
-    return {done.item.shard.index: done.value for done in pool.map(measure_shard, items)}
+def measured(pool: Pool, shards: list[Shard] = SHARDS, task: MeasureShard = MEASURE) -> dict[int, ShardTable]:
+    return {done.item.index: done.value for done in pool.map(task, shards)}
 
 
 def assert_same_rows(ours: ShardTable, theirs: ShardTable, tolerance: float = 1e-6) -> None:
@@ -92,7 +93,7 @@ def test_a_streamed_scan_gives_the_same_rows(family: str, saved: Callable[[str],
         expected, found = measured(local), measured(streamed)
     assert found.keys() == expected.keys() == {0, 1, 2}
     for index, rows in expected.items():
-        assert rows.heads.num_rows == len(SHARDS[index].shard.sequences) * (12 if family == "granitemoehybrid" else 18)
+        assert rows.heads.num_rows == len(SHARDS[index].sequences) * (12 if family == "granitemoehybrid" else 18)
         assert_same_rows(found[index], rows)
 
 
@@ -150,21 +151,22 @@ def test_a_number_that_is_none_is_named_by_its_layer(saved: Callable[[str], Mode
     with StreamedPool(ModelSpec(str(tmp_path)), PLACEMENT) as pool:
         with pytest.raises(WorkError, match=r"^shard 0: first_value_norm is not finite in layer 1, self attention"):
             measured(pool)
-        kept = measured(pool, [replace(item, keep_nonfinite=True) for item in SHARDS])
+        keeping = replace(MEASURE, keep_nonfinite=True)
+        kept = measured(pool, task=keeping)
     with InProcessPool(ModelSpec(str(tmp_path)), THREADS) as local:
-        expected = measured(local, [replace(item, keep_nonfinite=True) for item in SHARDS])
+        expected = measured(local, task=keeping)
     for index, rows in expected.items():
         # The three heads that share the KV head, and all of the layer above.
-        assert rows.nonfinite_rows == 9 * len(SHARDS[index].shard.sequences)
+        assert rows.nonfinite_rows == 9 * len(SHARDS[index].sequences)
         assert_same_rows(kept[index], rows)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", [measure_shard, score_in_ranges])
+@pytest.mark.parametrize("task", [MEASURE, score_in_ranges])
 def test_batches_without_enough_memory_are_halved(
     task: Any, saved: Callable[[str], ModelSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    item = SHARDS[0] if task is measure_shard else LikelihoodItem("all", requests_of(), ARMS["rule"], 80, False)
+    item = SHARDS[0] if task is MEASURE else LikelihoodItem("all", requests_of(), ARMS["rule"], 80, False)
     with InProcessPool(saved("llama"), THREADS) as local:
         expected = local.one(task, item)
     run, refused = type(task).run, []
@@ -180,7 +182,7 @@ def test_batches_without_enough_memory_are_halved(
         refused.clear()
         found = pool.one(task, item)
         assert refused
-        if task is measure_shard:
+        if task is MEASURE:
             assert_same_rows(found, expected, 1e-5)  # a batch of another size is rounded otherwise
         else:
             assert [a.log_likelihood for a in found[0].values] == pytest.approx(
@@ -190,7 +192,7 @@ def test_batches_without_enough_memory_are_halved(
 
 
 def test_tasks_travel_and_generation_is_refused(saved: Callable[[str], ModelSpec]) -> None:
-    for task in (measure_shard, score_in_ranges, model_facts):
+    for task in (MEASURE, score_in_ranges, model_facts):
         assert type(pickle.loads(pickle.dumps(task))) is type(task)
     with (
         StreamedPool(saved("llama"), PLACEMENT) as pool,
