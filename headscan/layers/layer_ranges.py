@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -229,6 +230,8 @@ class StageModel(LoadedModel):
     first: int = 0
     last: int = 0
     is_last: bool = True
+    #: Half of a batch may lack its longest sequence, but enters the range with hidden states as wide as the batch.
+    keeps_padding: ClassVar[bool] = True
 
 
 def gives_logits(lm: LoadedModel) -> bool:

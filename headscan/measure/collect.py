@@ -220,13 +220,14 @@ def check_ids(lm: LoadedModel, input_ids: TokenIds, lengths: Tensor | Sequence[i
             f"lengths are out of range: {int(lengths.min())} to {int(lengths.max())} (limit 1 to {N}). Correct them"
         )
     longest = int(lengths.max())
-    input_ids = input_ids[:, :longest]  # the other columns are padding in every row
+    if not lm.keeps_padding:
+        input_ids = input_ids[:, :longest]  # the other columns are padding in every row
     if lm.max_tokens is not None and lm.max_tokens < longest:
         raise SequenceError(
             f"sequences are too long for {lm.source}: {longest} tokens (limit {lm.max_tokens}). Shorten them"
         )
     if int(input_ids.min()) < 0 or int(input_ids.max()) >= lm.vocab_size:
-        real = real_tokens(lengths.to(input_ids.device), longest)
+        real = real_tokens(lengths.to(input_ids.device), input_ids.shape[1])
         least, most = int(input_ids[real].min()), int(input_ids[real].max())
         if least < 0 or most >= lm.vocab_size:
             raise SequenceError(

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -255,6 +255,9 @@ class LoadedModel:
     )
 
     blocks: dict[str, FoundBlocks] = field(default_factory=dict, compare=False, repr=False, kw_only=True)
+
+    #: True if a pass must be as wide as its ids, padding included.
+    keeps_padding: ClassVar[bool] = False
 
     def __repr__(self) -> str:
         tokens = "" if self.max_tokens is None else f", {self.max_tokens:,} tokens"
