@@ -102,7 +102,7 @@ class SharedRowItem(ArmItem[Request]):
     """
 
     def run(self, lm: LoadedModel) -> list[Responses[LogLikelihood]]:
-        """Answer requests with the item's heads ablated, with the kernels of rules for every arm."""
+        """Answer requests with the item's heads ablated, with headscan's attention kernels for every arm."""
         inputs = distinct_inputs(self.requests)
         results: dict[int, InputResult] = {}
         ablation = HeadMask([]) if self.intervention is None else self.intervention
