@@ -127,7 +127,7 @@ class HeadscanModel(HeadscanLM):
         answers = dict(known)
         items = {f"{self._arm.name}, requests {item.index}": item for item in request_chunks(new, self._batch_tokens)}
         work = (
-            self._reading.item(name, item.requests, self._arm.intervention, self._batch_tokens)
+            self._reading.item(name, item.requests, [self._arm.intervention], self._batch_tokens)
             for name, item in items.items()
         )
         with Progress(self._arm.name, len(new), "requests") as progress:

@@ -37,11 +37,13 @@ from headscan.statistics.weight_statistics import AttentionRequest
 class RuleStatistics:
     """The statistics ``wanted`` of one score, measured layer by layer; None measures nothing."""
 
-    def __init__(self, lm: LoadedModel, score: str | None, widths: MassWidths | None = None) -> None:
-        if score is not None and lm.grid.kind == "cross":
-            raise InterventionError(f"a rule cannot score cross attention: {score}. Use a HeadMask, or another site")
-        self.score, self._widths = score, widths or MassWidths()
-        self.wanted = statistics_for([] if score is None else [score])
+    def __init__(self, lm: LoadedModel, score_name: str | None, widths: MassWidths | None = None) -> None:
+        if score_name is not None and lm.grid.kind == "cross":
+            raise InterventionError(
+                f"a rule cannot score cross attention: {score_name}. Use a HeadMask, or another site"
+            )
+        self.score_name, self._widths = score_name, widths or MassWidths()
+        self.wanted = statistics_for([] if score_name is None else [score_name])
         self._factors = ProjectionFactors(lm) if needs_projection(self.wanted) else None
         self._from_attention: dict[str, Tensor] = {}
 

@@ -151,21 +151,21 @@ class SharedRowHooks:
     def __init__(
         self,
         lm: LoadedModel,
-        ablated: Sequence[LayerwiseAblation],
+        ablations: Sequence[LayerwiseAblation],
         row: SharedRow,
         statistics: RuleStatistics | None = None,
     ) -> None:
         self._row = row
-        numbers = {ablation: number for number, ablation in enumerate(dict.fromkeys(ablated))}
+        numbers = {ablation: number for number, ablation in enumerate(dict.fromkeys(ablations))}
         self._ablations = list(numbers)
-        self._ablation_R = torch.tensor([numbers[ablation] for ablation in ablated])
+        self._ablation_R = torch.tensor([numbers[ablation] for ablation in ablations])
         for ablation in self._ablations:
             if not ablation.may_share_rows:
                 raise InterventionError(
                     f"{ablation.label} needs whole inputs, not shared rows. Run each input in a row of its own"
                 )
             ablation.check_replacement(lm.grid)
-        replacements = {ablation.replacement for ablation in ablated}
+        replacements = {ablation.replacement for ablation in ablations}
         if len(replacements) > 1:
             raise InterventionError(
                 f"values of ablated heads in a shared row: {', '.join(sorted(value.kind for value in replacements))} "
@@ -174,7 +174,7 @@ class SharedRowHooks:
         (replacement,) = replacements
         self._replacer = OutputReplacer(replacement, InterventionRecord(lm, None))
         statistics = _statistics_of(lm, self._ablations) if statistics is None else statistics
-        self._score_name = statistics.score
+        self._score_name = statistics.score_name
         self._prefix_statistics = statistics.fresh()
         self._ending_statistics = statistics.fresh()
         self._single_statistics = statistics.fresh()
@@ -197,66 +197,66 @@ class SharedRowHooks:
         if not isinstance(call, ScoredCall) or call.bias is not None:
             raise UnsupportedModelError("attention with a position bias cannot run in shared rows. Run whole sequences")
         layout, outs = self._layout(call.device), []
-        if (groups := layout.groups) is not None:
+        if (shared := layout.shared_copies) is not None:
             outs.append(
-                self._prefix_statistics.on_attention(_as_sequences(call, groups.prefixes_GP), groups.prefix_lengths_G)
+                self._prefix_statistics.on_attention(_as_sequences(call, shared.prefixes_GP), shared.prefix_lengths_G)
             )
-            endings_call = _as_sequences(call, groups.endings_RT, groups.prefixes_GP[groups.group_R])
-            prefix_tokens = groups.prefixes_GP.shape[1]
-            outs.append(self._ending_statistics.on_attention(endings_call, groups.ending_lengths_R, prefix_tokens))
-        if (singles := layout.singles) is not None:
-            outs.append(self._single_statistics.on_attention(_as_sequences(call, singles.tokens_RT), singles.lengths_R))
+            endings_call = _as_sequences(call, shared.endings_RT, shared.prefixes_GP[shared.group_R])
+            prefix_tokens = shared.prefixes_GP.shape[1]
+            outs.append(self._ending_statistics.on_attention(endings_call, shared.ending_lengths_R, prefix_tokens))
+        if (single := layout.single_copies) is not None:
+            outs.append(self._single_statistics.on_attention(_as_sequences(call, single.tokens_RT), single.lengths_R))
         flat_MHD = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs])
         return flat_MHD[layout.flat_index_N].transpose(0, 1)[None]
 
-    def on_outputs(self, site: AttentionSite, outputs_BNHD: Tensor) -> Tensor:
+    def on_outputs(self, site: AttentionSite, outputs_1NHD: Tensor) -> Tensor:
         """Score the heads of a layer for each sequence, and replace the outputs of those ablated. Raise HeadsDiffer if
         they differ between sequences that share a copy of the prefix.
         """
-        layout = self._layout(outputs_BNHD.device)
-        ablated_RH = self._ablated_heads(site, outputs_BNHD, layout)
+        layout = self._layout(outputs_1NHD.device)
+        ablated_RH = self._ablated_heads(site, outputs_1NHD, layout)
         ablated_on_cpu = ablated_RH if ablated_RH.is_cpu else None
-        if layout.groups is not None:
+        if layout.shared_copies is not None:
             ablated_on_cpu = ablated_RH.cpu()  # The one time in a layer that a GPU is waited for.
             for group in self._row.groups:
                 if len(group) > 1 and bool((ablated_on_cpu[list(group)] != ablated_on_cpu[group[0]]).any()):
                     raise HeadsDiffer(site.layer, ablated_on_cpu)
         if ablated_on_cpu is not None and not bool(ablated_on_cpu.any()):
-            return outputs_BNHD
-        ablated_RH = ablated_RH.to(outputs_BNHD.device, non_blocking=True)
+            return outputs_1NHD
+        ablated_RH = ablated_RH.to(outputs_1NHD.device, non_blocking=True)
         ablated_R = ablated_RH.sum(1)
         counts = self._ablated_counts.get(ablated_R.device)
         self._ablated_counts[ablated_R.device] = ablated_R if counts is None else counts + ablated_R
         # Each token as a sequence of its own.
-        return self._replacer(site, outputs_BNHD.transpose(0, 1), ablated_RH[layout.sequence_N]).transpose(0, 1)
+        return self._replacer(site, outputs_1NHD.transpose(0, 1), ablated_RH[layout.sequence_N]).transpose(0, 1)
 
-    def _ablated_heads(self, site: AttentionSite, outputs_BNHD: Tensor, layout: _Layout) -> Tensor:
+    def _ablated_heads(self, site: AttentionSite, outputs_1NHD: Tensor, layout: _Layout) -> Tensor:
         """Return the ablated heads of each sequence, bool (R, H): on the CPU if no score decides."""
         if self._score_name is None:
             return torch.stack([ablation.heads_at(site, None) for ablation in self._ablations])[self._ablation_R]
-        scores_RH = self._scores(self._score_name, site, outputs_BNHD, layout)
+        scores_RH = self._scores(self._score_name, site, outputs_1NHD, layout)
         ablated_RH = torch.zeros_like(scores_RH, dtype=torch.bool)
         for number, ablation in enumerate(self._ablations):
             by_ablation = ablation.heads_at(site, scores_RH).to(scores_RH.device, non_blocking=True)
             ablated_RH = torch.where((layout.ablation_R == number)[:, None], by_ablation, ablated_RH)
         return ablated_RH
 
-    def _scores(self, name: str, site: AttentionSite, outputs_BNHD: Tensor, layout: _Layout) -> Tensor:
+    def _scores(self, name: str, site: AttentionSite, outputs_1NHD: Tensor, layout: _Layout) -> Tensor:
         """Return the scores of a layer's heads in each sequence, (R, H)."""
-        outputs_NHD = outputs_BNHD[0]
+        outputs_NHD = outputs_1NHD[0]
         scores: list[Tensor] = []
-        if (groups := layout.groups) is not None:
+        if (shared := layout.shared_copies) is not None:
             group_values = self._prefix_statistics.on_outputs(
-                site, outputs_NHD[groups.prefixes_GP], groups.prefix_lengths_G
+                site, outputs_NHD[shared.prefixes_GP], shared.prefix_lengths_G
             )
-            prefix_values = {statistic: values[groups.group_R] for statistic, values in group_values.items()}
+            prefix_values = {statistic: values[shared.group_R] for statistic, values in group_values.items()}
             ending_values = self._ending_statistics.on_outputs(
-                site, outputs_NHD[groups.endings_RT], groups.ending_lengths_R
+                site, outputs_NHD[shared.endings_RT], shared.ending_lengths_R
             )
-            prefix_tokens = groups.prefixes_GP.shape[1]
-            scores.append(score(_joined(prefix_values, prefix_tokens, ending_values, groups.ending_lengths_R), name))
-        if (singles := layout.singles) is not None:
-            values = self._single_statistics.on_outputs(site, outputs_NHD[singles.tokens_RT], singles.lengths_R)
+            prefix_tokens = shared.prefixes_GP.shape[1]
+            scores.append(score(_joined(prefix_values, prefix_tokens, ending_values, shared.ending_lengths_R), name))
+        if (single := layout.single_copies) is not None:
+            values = self._single_statistics.on_outputs(site, outputs_NHD[single.tokens_RT], single.lengths_R)
             scores.append(score(values, name))
         return torch.cat(scores)[layout.score_index_R]
 
@@ -266,9 +266,9 @@ class SharedRowHooks:
         return self._layouts[device]
 
 
-def _statistics_of(lm: LoadedModel, ablated: Iterable[LayerwiseAblation]) -> RuleStatistics:
+def _statistics_of(lm: LoadedModel, ablations: Iterable[LayerwiseAblation]) -> RuleStatistics:
     """Return the statistics of the rules' score, none without rules; raise if there are several scores."""
-    scores = {(rule.score, rule.widths) for rule in ablated if isinstance(rule, HeadRule)}
+    scores = {(rule.score, rule.widths) for rule in ablations if isinstance(rule, HeadRule)}
     if len(scores) > 1:
         names = sorted(f"{name}{'' if widths == MassWidths() else f' with {widths}'}" for name, widths in scores)
         raise InterventionError(f"scores of the rules in a shared row: {', '.join(names)} (limit 1). Use one score")
@@ -307,29 +307,29 @@ class _Layout(NamedTuple):
 
     A prefix p of 2 tokens and the endings a of 2 tokens and b of 1 token, in one group and as two groups::
 
-        index in the row    0   1   2   3   4          0   1   2   3   4   5   6
-        token               p0  p1  a0  a1  b0         p0  p1  a0  a1  p0  p1  b0
+        index in the row           0   1   2   3   4          0   1   2   3   4   5   6
+        token                      p0  p1  a0  a1  b0         p0  p1  a0  a1  p0  p1  b0
 
-        groups.prefixes_GP  [[0, 1]]                   (groups is None)
-        groups.endings_RT   [[2, 3], [4, 4]]
-        singles.tokens_RT   (singles is None)          [[0, 1, 2, 3], [4, 5, 6, 6]]
-        flattened           p0  p1  a0  a1  b0  b0     p0  p1  a0  a1  p0  p1  b0  b0
-        flat_index_N        [0, 1, 2, 3, 4]            [0, 1, 2, 3, 4, 5, 6]
-        sequence_N          [0, 0, 0, 0, 1]            [0, 0, 0, 0, 1, 1, 1]
-        score_index_R         [0, 1]                     [0, 1]
+        shared_copies.prefixes_GP  [[0, 1]]                   (shared_copies is None)
+        shared_copies.endings_RT   [[2, 3], [4, 4]]
+        single_copies.tokens_RT    (single_copies is None)    [[0, 1, 2, 3], [4, 5, 6, 6]]
+        flattened                  p0  p1  a0  a1  b0  b0     p0  p1  a0  a1  p0  p1  b0  b0
+        flat_index_N               [0, 1, 2, 3, 4]            [0, 1, 2, 3, 4, 5, 6]
+        sequence_N                 [0, 0, 0, 0, 1]            [0, 0, 0, 0, 1, 1, 1]
+        score_index_R              [0, 1]                     [0, 1]
 
     Attributes:
-        groups: None if no endings share a copy of the prefix.
-        singles: None if all do.
-        flat_index_N: Index of each token of the row in the flattened tokens of the groups' prefixes, their endings and
-            the singles, in this order, padding included.
-        sequence_N: A sequence that each token belongs to: of a group's prefix, the first one.
-        score_index_R: Index of each sequence in the endings of groups, followed by the singles.
+        shared_copies: None if no endings share a copy of the prefix.
+        single_copies: None if all do.
+        flat_index_N: Index of each token of the row in the flattened tokens of the shared copies, of their endings and
+            of the single copies, in this order, padding included.
+        sequence_N: A sequence that each token belongs to: of a shared copy, the first one.
+        score_index_R: Index of each sequence in the endings of shared copies, followed by those of single copies.
         ablation_R: Number of each sequence's ablation.
     """
 
-    groups: _SharedCopies | None
-    singles: _SingleCopies | None
+    shared_copies: _SharedCopies | None
+    single_copies: _SingleCopies | None
     flat_index_N: Tensor
     sequence_N: Tensor
     score_index_R: Tensor
@@ -342,8 +342,8 @@ class _Layout(NamedTuple):
         shared = [group for group in row.groups if len(group) > 1]
         endings = [index for group in shared for index in group]
         single = [group[0] for group in row.groups if len(group) == 1]
-        groups: _SharedCopies | None = None
-        singles: _SingleCopies | None = None
+        shared_copies: _SharedCopies | None = None
+        single_copies: _SingleCopies | None = None
         # Indices of tokens, which of them are no padding, and the sequence of each line.
         tables: list[tuple[Tensor, Tensor, list[int]]] = []
         if shared:
@@ -354,7 +354,7 @@ class _Layout(NamedTuple):
             tables.append((prefixes_GP, is_prefix_GP, [group[0] for group in shared]))
             tables.append((endings_RT, is_ending_RT, endings))
             group_R = torch.tensor([number for number, group in enumerate(shared) for _ in group])
-            groups = _SharedCopies(
+            shared_copies = _SharedCopies(
                 prefixes_GP.to(device),
                 prefix_lengths_G.to(device),
                 group_R.to(device),
@@ -365,7 +365,7 @@ class _Layout(NamedTuple):
             lengths_R = len(row.prefix) + row.ending_lengths[single]
             tokens_RT, is_token_RT = _token_indices([starts[(index,)] for index in single], lengths_R)
             tables.append((tokens_RT, is_token_RT, single))
-            singles = _SingleCopies(tokens_RT.to(device), lengths_R.to(device))
+            single_copies = _SingleCopies(tokens_RT.to(device), lengths_R.to(device))
         flat_index_N = torch.empty(len(row), dtype=torch.long)
         sequence_N = torch.empty(len(row), dtype=torch.long)
         flat_tokens = 0  # of the tables before
@@ -376,8 +376,8 @@ class _Layout(NamedTuple):
             flat_tokens += indices.numel()
         score_index_R = torch.tensor([*endings, *single]).argsort()
         return cls(
-            groups,
-            singles,
+            shared_copies,
+            single_copies,
             flat_index_N=flat_index_N.to(device),
             sequence_N=sequence_N.to(device),
             score_index_R=score_index_R.to(device),
@@ -451,18 +451,20 @@ class SharedRowResult(NamedTuple, Generic[V]):
 
 def read_shared_row(
     blocks: Blocks,
-    ablated: LayerwiseAblation | Sequence[LayerwiseAblation],
+    ablations: LayerwiseAblation | Sequence[LayerwiseAblation],
     row: SharedRow,
     forward: Callable[[SharedRow, list[int]], V],
     *,
     most_tokens: float = math.inf,
     pass_cost: int = 0,
 ) -> Iterator[SharedRowResult[V]]:
-    """Read the sequences of a shared row with heads ablated; results contain every sequence once.
+    """Read the sequences of a shared row with heads ablated; results contain every sequence once. A row of a prefix and
+    endings a, b and c, of which c has other ablated heads, gives one result, for ``sequences`` [0, 1, 2], whose ``row``
+    has the groups ((0, 1), (2,)).
 
     Args:
         blocks: The blocks of a model that `can_share_rows`.
-        ablated: One ablation for all sequences, or one for each of them.
+        ablations: One ablation for all sequences, or one for each of them.
         forward: Runs a pass over `SharedRow.inputs`, without a KV cache. It takes the row and the indices of its
             sequences, and is called again for rows with more copies of the prefix if the ablated heads differ.
         most_tokens: Limit of a pass, in tokens. If the copies exceed it, the row is cut.
@@ -472,7 +474,8 @@ def read_shared_row(
     lm = blocks.lm
     lengths = (len(row.prefix) + row.ending_lengths).tolist()
     lm.rope_lengths.check(max(lengths), lengths)
-    ablations = [ablated] * len(row.endings) if isinstance(ablated, LayerwiseAblation) else list(ablated)
+    if isinstance(ablations, LayerwiseAblation):
+        ablations = [ablations] * len(row.endings)
     if len(ablations) != len(row.endings):
         raise InterventionError(f"{len(ablations)} ablations for {len(row.endings)} sequences. Pass one for each")
     for ablation in set(ablations):
@@ -486,8 +489,8 @@ def read_shared_row(
         try:
             value = branch.read(blocks, row_hooks, forward)
         except HeadsDiffer as split:
-            layers_left = 1 - split.layer / len(blocks.all)  # share of all layers
-            groups = branch.equal_groups(split.ablated_RH, pass_cost / layers_left)
+            share_of_layers_left = 1 - split.layer / len(blocks.all)
+            groups = branch.equal_groups(split.ablated_RH, pass_cost / share_of_layers_left)
             branches += branch.resumed_at(split.layer, groups, row_hooks, most_tokens)
         else:
             shares = ((branch.ablated_R + row_hooks.ablated_R).double() / lm.grid.total_heads).tolist()
@@ -592,11 +595,11 @@ def can_share_rows(lm: LoadedModel) -> bool:
 _IDLE = HeadRule("entropy_ln", -1.0)
 
 
-def _shared_rows_are_exact(blocks: Blocks, ablated: Sequence[LayerwiseAblation]) -> bool:
+def _shared_rows_are_exact(blocks: Blocks, ablations: Sequence[LayerwiseAblation]) -> bool:
     """Return True if a row with one ablation for each sequence gives the hidden states of whole sequences."""
     lm = blocks.lm
     generator = torch.Generator().manual_seed(0)
-    tokens = _CHECKED_PREFIX + len(ablated) * _CHECKED_ENDING
+    tokens = _CHECKED_PREFIX + len(ablations) * _CHECKED_ENDING
     ids = torch.randint(min(lm.vocab_size, 1000), (tokens,), generator=generator).tolist()
     ending_starts = range(_CHECKED_PREFIX, tokens, _CHECKED_ENDING)
     endings = tuple(tuple(ids[start : start + _CHECKED_ENDING]) for start in ending_starts)
@@ -606,11 +609,11 @@ def _shared_rows_are_exact(blocks: Blocks, ablated: Sequence[LayerwiseAblation])
         hidden_BNE: Tensor = run_forward(lm.model, row.inputs(lm.device))[0]
         return hidden_BNE[0]
 
-    for result in read_shared_row(blocks, ablated, row, forward):
+    for result in read_shared_row(blocks, ablations, row, forward):
         for index, start in zip(result.sequences, result.row.ending_starts, strict=True):
             ending = row.endings[index]
             whole_ids = torch.tensor([[*row.prefix, *ending]], device=lm.device)
-            with intervene(lm, ablated[index]):
+            with intervene(lm, ablations[index]):
                 whole: Tensor = run_forward(lm.model, {"input_ids": whole_ids})[0][0, len(row.prefix) :]
             if not nearly_equal(result.value[start : start + len(ending)], whole):
                 return False

@@ -161,9 +161,22 @@ def whole_batches(
 def run_halving(
     batch: list[int], run: Callable[[list[int]], R], lengths: Sequence[int], limit: MemoryLimit
 ) -> list[tuple[list[int], R]]:
-    """Run a batch; halve it, down to single sequences, if memory runs out or, by ``limit``, ran out before."""
-    tokens = len(batch) * max(lengths[index] for index in batch)
-    if len(batch) == 1 or limit.allows(tokens):
+    """Run a batch of sequences (indices) that are padded to the longest; halve it, down to single sequences, if memory
+    runs out or, by ``limit``, ran out before.
+    """
+
+    def padded_tokens(indices: list[int]) -> int:
+        return len(indices) * max(lengths[index] for index in indices)
+
+    return run_halving_by_size(batch, run, padded_tokens, limit)
+
+
+def run_halving_by_size(
+    batch: list[int], run: Callable[[list[int]], R], size: Callable[[list[int]], float], limit: MemoryLimit
+) -> list[tuple[list[int], R]]:
+    """Run a batch as `run_halving` does; ``size`` returns the size of a batch in the unit of ``limit``."""
+    batch_size = size(batch)
+    if len(batch) == 1 or limit.allows(batch_size):
         try:
             return [(batch, run(batch))]
         except RuntimeError as problem:
@@ -171,7 +184,10 @@ def run_halving(
                 raise
             if len(batch) == 1:
                 raise one_sequence_too_many() from problem
-            limit.ran_out(tokens)
+            limit.ran_out(batch_size)
         release_memory()
     middle = len(batch) // 2
-    return [*run_halving(batch[:middle], run, lengths, limit), *run_halving(batch[middle:], run, lengths, limit)]
+    return [
+        *run_halving_by_size(batch[:middle], run, size, limit),
+        *run_halving_by_size(batch[middle:], run, size, limit),
+    ]

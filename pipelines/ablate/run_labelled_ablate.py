@@ -32,16 +32,16 @@ from headscan.models.token_batches import pad, run_halving, whole_batches
 from headscan.options import BATCH_TOKENS, Count, Limits, check_limits
 from headscan.pipelines.ablate.run_ablate import AblateResult, ablated_sets
 from headscan.pipelines.evaluate.answering import AnsweringSettings, RequestChunk
-from headscan.pipelines.evaluate.run_evaluation import run_arms
+from headscan.pipelines.evaluate.run_evaluation import begin_arms, finish_run, run_model_arms
 from headscan.pipelines.evaluate.tasks import ANSWERS, RESULTS, TaskResults
 from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss
-from headscan.pipelines.runs.model_identity import fingerprint
+from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import at_work
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.likelihood import intervening
 from headscan.pipelines.scoring.reading import PromptReading
-from headscan.pipelines.scoring.token_requests import ArmItem, LogLikelihood, Responses
+from headscan.pipelines.scoring.token_requests import ArmItem, LogLikelihood, Responses, ScoringItem
 from headscan.pipelines.settings.corpus_settings import ExampleError, ExamplesSpec, LabelledMetric
 from headscan.pipelines.settings.evaluation_settings import AblationMode
 
@@ -90,8 +90,9 @@ class LabelledReading(PromptReading):
     new_tokens: int
 
     def item(
-        self, name: str, requests: tuple[Any, ...], intervention: Intervention | None, batch_tokens: int
-    ) -> ArmItem[Any]:
+        self, name: str, requests: tuple[Any, ...], interventions: Sequence[Intervention | None], batch_tokens: int
+    ) -> ScoringItem[Any]:
+        [intervention] = interventions
         return LabelledArmItem(name, requests, intervention, batch_tokens, self)
 
 
@@ -255,8 +256,7 @@ class LabelledQuestions:
             RequestChunk(index, tuple(self._hashes[cut]), tuple(self.judging[cut])) for index, cut in enumerate(cuts)
         ]
 
-    def answering(self, run: Run, open_arms: int) -> AnsweringSettings:
-        identity = run.identity
+    def answering_settings(self, identity: ModelIdentity) -> AnsweringSettings:
         most = 2 * max(len(text.target_ids) for text in self.judging) + _SPARE_TOKENS
         if (limit := identity.max_tokens) is not None:
             most = min(most, limit - 1)
@@ -327,7 +327,11 @@ def _level(metric: str, numbers: np.ndarray) -> float:
 def answer_labelled(questions: LabelledQuestions, run: Run, run_id: str, arms: Sequence[SiteArm]) -> None:
     """Answer the examples with every arm of a run that has begun, and finish the run."""
     refuse_staged(run.pool, "an answer to a labelled example")
-    run_arms(run, run_id, arms, questions, questions.chunks(), questions.answering, judges_arms=False)
+    failed: list[str] = []
+    if unfinished := begin_arms(run, run_id, arms, judges_arms=False):
+        settings = questions.answering_settings(run.identity)
+        failed = run_model_arms(run, unfinished, questions, questions.chunks(), settings, judges_arms=False)
+    finish_run(run, run_id, len(arms), failed, judges_arms=False)
 
 
 def run_labelled_ablate(config: LabelledAblateConfig, run: Run, *, texts: LabelledTexts) -> AblateResult:

@@ -17,7 +17,7 @@ from headscan.analysis.store.tables import TABLES
 from headscan.cluster.pool import Finished, Pool, Task
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.scoring.arms import Arm
-from headscan.pipelines.scoring.bundles import BUNDLE_SIZE, Start, bundle
+from headscan.pipelines.scoring.bundles import BUNDLE_SIZE, bundle_arms
 from headscan.pipelines.scoring.prefix_tree import common_tokens
 from headscan.pipelines.scoring.reading import PromptReading
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
@@ -97,13 +97,12 @@ _RESPONSES = TABLES["responses"].schema(without=("arm_id",))
 
 @dataclass(frozen=True)
 class AnsweringSettings:
-    """Settings that all arms of a run share. A forward pass can start at ``starts``, so that up to ``bundle_size``
-    masks at a time share what runs before their first head.
+    """Settings that all arms of a model share, such as 8,192 ``batch_tokens``. Up to ``bundle_size`` masks at a time,
+    such as 8, share what runs before their first head; `PromptReading.starts` says where their passes can start.
     """
 
     batch_tokens: int
     reading: PromptReading
-    starts: frozenset[Start] = frozenset()
     bundle_size: int = BUNDLE_SIZE
 
 
@@ -175,8 +174,8 @@ def answer_arms(
 
 
 class _Schedule:
-    """The items of a pool, and which arms and requests each has. The time of one token of one arm limits the arms of a
-    bundle, because a stop loses an unfinished one.
+    """The items of a pool, and which arms and requests each has. The time of one token of one arm limits the arms of an
+    item, because a stop loses an unfinished one: at 2 ms, at most 10 masks answer a chunk of 1,000 tokens together.
     """
 
     def __init__(
@@ -188,15 +187,21 @@ class _Schedule:
 
     def pool_items(self) -> Iterator[ScoringItem[Any]]:
         """Yield the items: each chunk for each bundle of arms, or for a part of it, that lacks its answers."""
+        reading = self._settings.reading
         interventions = [arm_responses.arm.intervention for arm_responses in self._responses_of_arms]
-        for arm_indices in bundle(interventions, self._settings.starts, self._settings.bundle_size):
+        for arm_indices in bundle_arms(interventions, reading.starts, self._settings.bundle_size):
             bundled = [self._responses_of_arms[index] for index in arm_indices]
             for chunk in self._chunks:
                 unanswered = [arm_responses for arm_responses in bundled if chunk.index in arm_responses.missing]
                 while unanswered:
                     most_arms = self._most_arms(chunk)
                     item_arms, unanswered = unanswered[:most_arms], unanswered[most_arms:]
-                    item = self._pool_item([arm_responses.arm for arm_responses in item_arms], chunk)
+                    item = reading.item(
+                        f"{_arm_names(item_arms)}, requests {chunk.index}",
+                        chunk.requests,
+                        [arm_responses.arm.intervention for arm_responses in item_arms],
+                        self._settings.batch_tokens,
+                    )
                     self._in_flight[item.name] = item_arms, chunk
                     yield item
 
@@ -215,15 +220,10 @@ class _Schedule:
         seconds_of_arm = self._bundle_seconds / max(1.0, self._bundle_tokens) * _tokens(chunk.requests)
         return max(BUNDLE_SIZE, int(_BUNDLE_SECONDS / seconds_of_arm)) if seconds_of_arm else BUNDLE_SIZE
 
-    def _pool_item(self, arms: Sequence[Arm], chunk: RequestChunk) -> ScoringItem[Any]:
-        """Return the item of one arm, or of several masks, for the requests of a chunk."""
-        reading, batch_tokens = self._settings.reading, self._settings.batch_tokens
-        if len(arms) == 1:
-            name = f"{arms[0].name}, requests {chunk.index}"
-            return reading.item(name, chunk.requests, arms[0].intervention, batch_tokens)
-        name = f"{arms[0].name} and {len(arms) - 1} more, requests {chunk.index}"
-        masks = tuple(arm.intervention for arm in arms)
-        return reading.bundle(name, chunk.requests, masks, self._settings.starts, batch_tokens)
+
+def _arm_names(item_arms: Sequence[ArmResponses]) -> str:
+    first, others = item_arms[0].arm.name, len(item_arms) - 1
+    return f"{first} and {others} more" if others else first
 
 
 def _tokens(requests: Sequence[Request]) -> int:

@@ -6,10 +6,9 @@ The same command again resumes: finished arms and stored answers of unfinished a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from math import isnan
 from typing import Any, Protocol
 
@@ -21,7 +20,6 @@ from headscan.analysis.store.records import ArmState, RunKind, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.errors import NotFiniteError
-from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.answering import (
     AnsweringSettings,
     ArmResponses,
@@ -38,7 +36,7 @@ from headscan.pipelines.evaluate.checks import (
 )
 from headscan.pipelines.evaluate.tasks import Questions, TaskResults
 from headscan.pipelines.kv.plan_arms import window_notes
-from headscan.pipelines.runs.model_identity import ModelFacts, ModelIdentity, fingerprint
+from headscan.pipelines.runs.model_identity import ModelFacts, fingerprint
 from headscan.pipelines.runs.progress import at_work
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms, distinct_arms
@@ -76,7 +74,7 @@ def run_evaluation(
     """
     if questions is None:
         questions = Questions(config.tasks, config.recall, run.identity, config.text)
-    check_next_token_head(run)  # before the run begins; `answering` checks the models of other arms when they are open
+    check_next_token_head(run)  # before the run begins; `_answering_settings` checks other models when they are open
     arms = distinct_arms(arms)
     models = check_models(arms, run.identity, questions)
     for note in (*questions.notes, *check_arms(run.facts.grid, arms), *window_notes(arms, questions.requests.values())):
@@ -88,18 +86,18 @@ def run_evaluation(
     rounding = _rounding(run.facts, interventions, in_ranges=run.pool.staged)
     record = _record(config, rounding, run, questions, purpose)
     chunks = request_chunks(questions.requests, config.batch_tokens)
-    answering_settings = partial(_answering_settings, config, questions, interventions)
     with run.in_progress(record, arms=[arm.name for arm in arms]) as state:
-        run_arms(
-            run,
-            state.run_id,
-            arms,
-            questions,
-            chunks,
-            answering_settings,
-            models=models,
-            judges_arms=purpose.judges_arms,
-        )
+        unfinished = begin_arms(run, state.run_id, arms, judges_arms=purpose.judges_arms)
+        failed: list[str] = []
+        specs = dict.fromkeys(arm.model for arm, _ in unfinished)
+        for spec in sorted(specs, key=lambda spec: spec is not None):  # the model of the baseline is open
+            model_arms = [(arm, arm_id) for arm, arm_id in unfinished if arm.model == spec]
+            with nullcontext(run) if spec is None else run.on(spec, models[spec]) as model_run:
+                settings = _answering_settings(model_run, len(model_arms), config, questions, interventions)
+                failed += run_model_arms(
+                    model_run, model_arms, questions, chunks, settings, judges_arms=purpose.judges_arms
+                )
+        finish_run(run, state.run_id, len(arms), failed, judges_arms=purpose.judges_arms)
     return state.run_id
 
 
@@ -116,74 +114,81 @@ class ArmQuestions(Protocol):
 
 
 def _answering_settings(
-    config: EvaluateConfig, questions: Questions, interventions: Sequence[Intervention | None], run: Run, arm_count: int
+    run: Run, arm_count: int, config: EvaluateConfig, questions: Questions, interventions: Sequence[Intervention | None]
 ) -> AnsweringSettings:
-    """Return how the model of ``run`` answers its ``arm_count`` unfinished arms; all ``interventions`` of the
-    evaluation count.
+    """Return how the model of ``run`` answers its ``arm_count`` unfinished arms. ``interventions`` are those of all
+    arms of the evaluation, which must round alike.
     """
     pool, facts = run.pool, run.facts
     check_next_token_head(run)
     check_generates(pool, questions.requests)
     share_prefixes = False if pool.staged else config.share_prefixes
     reading = choose_reading(pool, facts.dtype, run.identity.rope_lengths, interventions, share_prefixes, run.say)
-    # Arms that use the kernels of rules always start from token ids, never from a cached layer.
-    can_bundle = arm_count > 1 and not (pool.staged or reading.headscan_kernels)
-    starts = pool.one(possible_starts, interventions) if can_bundle else frozenset()
+    # Arms that use headscan's attention kernels always start from token ids, never from a cached layer.
+    if arm_count > 1 and not (pool.staged or reading.headscan_kernels):
+        reading = replace(reading, starts=pool.one(possible_starts, interventions))
     prefix_tokens = max(questions.longest_input(), grouped_tokens(facts.device.split(":")[0]))
     size = bundle_size(facts.caches if reading.share_prefixes else {}, prefix_tokens)
-    return AnsweringSettings(config.batch_tokens, reading, starts, size)
+    return AnsweringSettings(config.batch_tokens, reading, size)
 
 
-def run_arms(
-    run: Run,
-    run_id: str,
-    arms: Sequence[Arm],
-    questions: ArmQuestions,
-    chunks: Sequence[RequestChunk],
-    answering_settings: Callable[[Run, int], AnsweringSettings],
-    *,
-    judges_arms: bool,
-    models: Mapping[ModelSpec, ModelIdentity] | None = None,
-) -> None:
-    """Answer all questions, whose requests are ``chunks``, with every arm of a run that has begun, and finish the run.
-
-    Args:
-        answering_settings: Returns how the model of a run answers so many unfinished arms.
-        judges_arms: Gives each arm a line and a verdict.
-        models: The models of arms that have their own.
+def begin_arms(run: Run, run_id: str, arms: Sequence[Arm], *, judges_arms: bool) -> list[tuple[Arm, str]]:
+    """Begin the arms of a run, and return those that are not finished, with their ids in the store. ``judges_arms``
+    reports the finished ones.
     """
-    store = run.store
-    with store.one_transaction():
-        states = {arm.name: _begin_arm(store, run_id, arm) for arm in arms}
-    unfinished: dict[ModelSpec | None, list[tuple[Arm, str]]] = defaultdict(list)
-    for arm in arms:
-        if not states[arm.name].finished:
-            unfinished[arm.model].append((arm, states[arm.name].arm_id))
+    with run.store.one_transaction():
+        states = [_begin_arm(run.store, run_id, arm) for arm in arms]
+    unfinished: list[tuple[Arm, str]] = []
+    for arm, state in zip(arms, states, strict=True):
+        if not state.finished:
+            unfinished.append((arm, state.arm_id))
         elif judges_arms:
             run.say(f"{arm.name}: finished before")
+    return unfinished
+
+
+def run_model_arms(
+    run: Run,
+    arms: Sequence[tuple[Arm, str]],
+    questions: ArmQuestions,
+    chunks: Sequence[RequestChunk],
+    settings: AnsweringSettings,
+    *,
+    judges_arms: bool,
+) -> list[str]:
+    """Answer all questions with the arms of one model, that of ``run``, and finish each arm; return the names of arms
+    with NaN log-likelihoods.
+
+    Args:
+        arms: Unfinished arms, with their ids in the store.
+        chunks: The requests of the questions.
+        judges_arms: Reports each finished arm.
+    """
     failed: list[str] = []
-    for spec in sorted(unfinished, key=lambda spec: spec is not None):  # the model of the baseline is open
-        model_arms = unfinished[spec]
-        with ExitStack() as opened:
-            model_run = run if spec is None else opened.enter_context(run.on(spec, (models or {})[spec]))
-            title = f"{len(model_arms)} arm{'s' * (len(model_arms) > 1)}"
-            settings = answering_settings(model_run, len(model_arms))
-            for arm_responses in answer_arms(store, model_run.pool, model_arms, chunks, settings, title=title):
-                arm_name = arm_responses.arm.name
-                try:
-                    line = _finish_arm(store, questions, model_run.facts, arm_responses)
-                    if judges_arms:
-                        run.say(line)
-                except NotFiniteError as problem:
-                    failed.append(arm_name)
-                    run.say(f"{arm_name}: {problem}")
+    title = f"{len(arms)} arm{'s' * (len(arms) > 1)}"
+    for arm_responses in answer_arms(run.store, run.pool, arms, chunks, settings, title=title):
+        arm_name = arm_responses.arm.name
+        try:
+            line = _finish_arm(run.store, questions, run.facts, arm_responses)
+            if judges_arms:
+                run.say(line)
+        except NotFiniteError as problem:
+            failed.append(arm_name)
+            run.say(f"{arm_name}: {problem}")
+    return failed
+
+
+def finish_run(run: Run, run_id: str, arm_count: int, failed: Sequence[str], *, judges_arms: bool) -> None:
+    """Finish a run whose arms are answered; ``judges_arms`` stores their verdicts. Raise NotFiniteError if arms
+    ``failed`` because of NaN log-likelihoods.
+    """
     if judges_arms and BASELINE.name not in failed:  # every verdict is a comparison with the baseline
         with at_work("verdicts"):
-            record_verdicts(store, run_id)
-    store.finish_run(run_id, status="failed" if failed else "finished")
+            record_verdicts(run.store, run_id)
+    run.store.finish_run(run_id, status="failed" if failed else "finished")
     if failed:
         raise NotFiniteError(
-            f"{len(failed)} of {len(arms)} arms have NaN log-likelihoods and no result: {', '.join(failed)}. Load the "
+            f"{len(failed)} of {arm_count} arms have NaN log-likelihoods and no result: {', '.join(failed)}. Load the "
             "model in another `dtype`"
         )
 

@@ -102,7 +102,9 @@ def possible_starts(lm: LoadedModel, interventions: Sequence[Intervention | None
 
 
 def start_of(intervention: Intervention | None, possible: frozenset[Start]) -> Start:
-    """Return the last place at which an arm's pass can start."""
+    """Return the last place at which an arm's pass can start: for a mask with heads of layers 5 and 7, behind the
+    attention of layer 5 if the model's pass can start there.
+    """
     first = None if intervention is None else intervention.first_layer
     if intervention is None or first is None:
         return FROM_TOKENS
@@ -125,14 +127,16 @@ def bundle_size(caches: Mapping[str, Sequence[LayerCache]] | None, longest: int)
     return max(BUNDLE_SIZE, min(_LARGEST_BUNDLE, _PREFIX_BYTES // max(1, prefix_bytes)))
 
 
-def bundle(arms: Sequence[Intervention | None], possible: frozenset[Start], size: int = BUNDLE_SIZE) -> list[list[int]]:
+def bundle_arms(
+    arms: Sequence[Intervention | None], possible: frozenset[Start], size: int = BUNDLE_SIZE
+) -> list[list[int]]:
     """Group arms (indices) that are answered together, at most ``size``; arms that save no layers stay alone."""
-    return bundle_starts(
+    return bundle_passes(
         [None if intervention is None else start_of(intervention, possible) for intervention in arms], size
     )
 
 
-def bundle_starts(starts: Sequence[Start | None], size: int = BUNDLE_SIZE) -> list[list[int]]:
+def bundle_passes(starts: Sequence[Start | None], size: int = BUNDLE_SIZE) -> list[list[int]]:
     """Group passes (indices) by where they start; None is the baseline, from which the others go on."""
     groups: list[list[int]] = []
     last_group: list[int] | None = None

@@ -89,7 +89,8 @@ _GROUPED_COSTS = 8
 @dataclass(frozen=True)
 class Continued(Generic[P]):
     """What a batch of inputs continues: ``prefixes`` of ``start`` tokens that one pass has read (None if ``start`` is
-    0), and the row of each input's prefix in that pass.
+    0), and the row of each input's prefix in that pass. Three inputs, the first two of which continue the first prefix
+    of 40 tokens, have ``start`` 40 and ``prefix_rows`` (0, 0, 1).
     """
 
     start: int
@@ -196,7 +197,7 @@ _POSITIONS_AT_A_TIME = 512
 
 @dataclass(frozen=True)
 class LikelihoodItem(ArmItem[Request]):
-    """Requests for one replica; ``headscan_kernels``, the attention kernels of rules, exclude ``share_prefixes``."""
+    """Requests for one replica; ``headscan_kernels``, headscan's attention kernels, exclude ``share_prefixes``."""
 
     share_prefixes: bool
     headscan_kernels: bool = False
@@ -216,8 +217,8 @@ class LikelihoodItem(ArmItem[Request]):
 def intervening(
     lm: LoadedModel, intervention: Intervention | None, *, headscan_kernels: bool, **about: Any
 ) -> Iterator[InterventionRecord | None]:
-    """Apply an intervention while the context is open; None yields None. ``headscan_kernels`` uses the kernels of
-    `headscan.attention` for every arm, because kernels round differently in half precision; ``about`` goes to
+    """Apply an intervention while the context is open; None yields None. ``headscan_kernels`` uses headscan's
+    attention kernels for every arm, because kernels round differently in half precision; ``about`` goes to
     `headscan.intervene`.
     """
     with ExitStack() as context:

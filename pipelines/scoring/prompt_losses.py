@@ -29,7 +29,7 @@ from headscan.pipelines.scoring.bundles import (
     FROM_TOKENS,
     BundleItem,
     Start,
-    bundle_starts,
+    bundle_passes,
     last_start,
     possible_starts,
 )
@@ -151,7 +151,7 @@ class PromptPool:
         parts = self._parts(requests, range(len(requests)))
         possible = starts_under_windows(self.pool) if self.starts is None else self.starts
         starts = [None if kept == base else last_start(Start(kept.differs(base), False), possible) for kept in sets]
-        groups = [[index] for index in range(len(sets))] if staged else bundle_starts(starts)
+        groups = [[index] for index in range(len(sets))] if staged else bundle_passes(starts)
         items: dict[str, tuple[list[int], list[int]]] = {}
         work: list[Any] = []
         for group in groups:

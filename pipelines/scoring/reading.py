@@ -1,19 +1,21 @@
 """How all arms of a run read prompts, so that their answers stay comparable, and which item answers them.
 
-The methods of `PromptReading` make an item of the requests, and its ``run`` answers them:
+`PromptReading.item` makes an item of the requests, and its ``run`` answers them:
 
-==================================================  ================  =======================
-requests, and their arm                             item              module
-==================================================  ================  =======================
-prompts that the model continues                    `GenerationItem`  `generation`
-scored requests, several masks that share passes    `BundleItem`      `bundles`
-scored requests, a plan that evicts                 `EvictionItem`    `eviction`
-scored requests, a rule (half precision: any arm)   `SharedRowItem`   `shared_row_likelihood`
-scored requests, any other arm                      `LikelihoodItem`  `likelihood`
-==================================================  ================  =======================
+================================================  ================  =======================
+requests, and their arms                          item              module
+================================================  ================  =======================
+prompts that the model continues                  `GenerationItem`  `generation`
+scored requests, several of masks and baseline    `BundleItem`      `bundles`
+scored requests, a plan that evicts               `EvictionItem`    `eviction`
+scored requests, a rule                           `SharedRowItem`   `shared_row_likelihood`
+scored requests, any other arm                    `LikelihoodItem`  `likelihood`
+================================================  ================  =======================
 
-A rule takes the item of other arms where prompts share no rows. Every arm of a model that runs by layer ranges is a
-`LikelihoodItem`, which `answering` passes to `staged_likelihood.score_in_ranges`.
+The baseline and one mask are enough for a bundle, if their passes share layers. A rule takes the item of other arms
+where prompts share no rows. In half precision, if one arm needs headscan's attention kernels and the model can share
+rows, `SharedRowItem` answers the scored requests of every arm that does not evict. Every arm of a model that runs by
+layer ranges is a `LikelihoodItem`, which `answering` passes to `staged_likelihood.score_in_ranges`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from headscan.pipelines.scoring.bundles import BundleItem, Start, start_of
 from headscan.pipelines.scoring.eviction import EvictionItem
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, can_read_shared_rows
-from headscan.pipelines.scoring.token_requests import ArmItem, GenerationRequest, Request
+from headscan.pipelines.scoring.token_requests import GenerationRequest, ScoringItem
 
 #: Dtypes in which the order of summation changes answers.
 HALF = ("bfloat16", "float16")
@@ -44,31 +46,29 @@ class PromptReading:
     Attributes:
         share_prefixes: Common prefixes are read once, into a KV cache, or in shared rows.
         shared_rows: Rules, which cannot continue from a KV cache, share prefixes in rows.
-        headscan_kernels: All arms use the kernels of rules, and rows if rules do.
+        headscan_kernels: All arms use headscan's attention kernels, and rows if rules do.
+        starts: Where the passes of masks in one item can start.
     """
 
     share_prefixes: bool
     shared_rows: bool = False
     headscan_kernels: bool = False
     rope: RopeLengths = UNVARYING
-
-    def bundle(
-        self,
-        name: str,
-        requests: tuple[Request, ...],
-        masks: tuple[Intervention | None, ...],
-        starts: frozenset[Start],
-        batch_tokens: int,
-    ) -> BundleItem:
-        """Return the item of scored requests under several masks, whose passes can start at ``starts``."""
-        share_prefixes = self.share_prefixes and all(mask is None or mask.may_share_prefix for mask in masks)
-        mask_starts = tuple(start_of(mask, starts) for mask in masks)
-        return BundleItem(name, requests, masks, mask_starts, batch_tokens, share_prefixes)
+    starts: frozenset[Start] = frozenset()
 
     def item(
-        self, name: str, requests: tuple[Any, ...], intervention: Intervention | None, batch_tokens: int
-    ) -> ArmItem[Any]:
-        """Return the item of requests of one kind under one arm."""
+        self, name: str, requests: tuple[Any, ...], interventions: Sequence[Intervention | None], batch_tokens: int
+    ) -> ScoringItem[Any]:
+        """Return the item of requests of one kind under the ``interventions`` of its arms; several bundle their passes,
+        for scored requests only.
+        """
+        if len(interventions) > 1:
+            starts = tuple(start_of(mask, self.starts) for mask in interventions)
+            share_prefixes = self.share_prefixes and all(
+                mask is None or mask.may_share_prefix for mask in interventions
+            )
+            return BundleItem(name, requests, tuple(interventions), starts, batch_tokens, share_prefixes)
+        [intervention] = interventions
         if isinstance(requests[0], GenerationRequest):
             # Generation needs lm-eval, which benchmarks of scoring do without.
             from headscan.pipelines.scoring.generation import GenerationItem
@@ -86,8 +86,9 @@ class PromptReading:
 
 
 def need_headscan_kernels(dtype: str, interventions: Sequence[Intervention | None]) -> bool:
-    """Return True if all arms need the kernels of rules, because one of them does: in half precision kernels round
-    differently, which would add to every difference to the baseline.
+    """Return True if all arms need headscan's attention kernels, because one of them does, such as a rule, a random
+    rule or a window mask: in half precision kernels round differently, which would add to every difference to the
+    baseline.
     """
     return dtype in HALF and any(
         intervention is not None and intervention.replaces_attention for intervention in interventions

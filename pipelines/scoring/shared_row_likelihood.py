@@ -19,7 +19,7 @@ from headscan.layers.blocks import find_blocks
 from headscan.layers.prefix_cache import read_prefix
 from headscan.layers.shared_rows import SharedRow, can_share_rows, read_shared_row
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.token_batches import pass_cost, pass_tokens, run_halving
+from headscan.models.token_batches import pass_cost, pass_tokens, run_halving_by_size
 from headscan.pipelines.scoring.likelihood import (
     DistinctInput,
     InputResult,
@@ -62,9 +62,13 @@ class RowPacker:
         apart = [row for child in node.children for row in self.rows(child)]
         apart += self._cut(node.end, [index for index, _ in node.sequences])
         together = self._cut(node.end, sorted(_members(node)))
-        return min(apart, together, key=self._tokens)
+        return min(apart, together, key=lambda rows: sum(self.tokens(row.prefix_tokens, row.members) for row in rows))
 
-    def row_tokens(self, prefix_tokens: int) -> int:
+    def tokens(self, prefix_tokens: int, members: Sequence[int]) -> int:
+        """Return the tokens of a row: its prefix once, and the ending of each member."""
+        return prefix_tokens + sum(self.lengths[member] - prefix_tokens for member in members)
+
+    def most_row_tokens(self, prefix_tokens: int) -> int:
         """Return the most tokens of a row with a prefix of so many tokens."""
         return min(max(self.best_tokens, _TOKENS_PER_PREFIX_TOKEN * prefix_tokens), self.most_tokens)
 
@@ -72,7 +76,7 @@ class RowPacker:
         """Return rows of these members, the longest first; a member that is alone in its row shares no prefix."""
         if not prefix_tokens:
             return [PackedRow(0, (member,)) for member in members]
-        most_ending_tokens = self.row_tokens(prefix_tokens) - prefix_tokens
+        most_ending_tokens = self.most_row_tokens(prefix_tokens) - prefix_tokens
         rows: list[list[int]] = []
         row_ending_tokens = 0
         for member in sorted(members, key=lambda m: (-self.lengths[m], m)):
@@ -83,9 +87,6 @@ class RowPacker:
             rows[-1].append(member)
             row_ending_tokens += ending_tokens
         return [PackedRow(prefix_tokens if len(row) > 1 else 0, tuple(row)) for row in rows]
-
-    def _tokens(self, rows: Sequence[PackedRow]) -> int:
-        return sum(row.prefix_tokens + sum(self.lengths[m] - row.prefix_tokens for m in row.members) for row in rows)
 
 
 def _members(node: PrefixNode) -> Iterator[int]:
@@ -101,7 +102,7 @@ class SharedRowItem(ArmItem[Request]):
     """
 
     def run(self, lm: LoadedModel) -> list[Responses[LogLikelihood]]:
-        """Answer requests with the item's heads ablated, with the kernels of rules for every arm."""
+        """Answer requests with the item's heads ablated, with headscan's attention kernels for every arm."""
         inputs = distinct_inputs(self.requests)
         results: dict[int, InputResult] = {}
         ablation = HeadMask([]) if self.intervention is None else self.intervention
@@ -143,7 +144,8 @@ class _RowReader:
         for row in self._packer.rows(tree):
             if row.prefix_tokens:
                 read_row = partial(self._read_row, row.prefix_tokens)
-                for _, row_results in run_halving(list(row.members), read_row, self._lengths, limit):
+                row_tokens = partial(self._packer.tokens, row.prefix_tokens)
+                for _, row_results in run_halving_by_size(list(row.members), read_row, row_tokens, limit):
                     results |= row_results
         return results
 
@@ -156,7 +158,7 @@ class _RowReader:
             self._ablation,
             row,
             partial(self._likelihoods, members),
-            most_tokens=self._packer.row_tokens(prefix_tokens),
+            most_tokens=self._packer.most_row_tokens(prefix_tokens),
             pass_cost=self._pass_cost,
         )
         results: dict[int, InputResult] = {}

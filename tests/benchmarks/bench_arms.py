@@ -192,7 +192,7 @@ def compared(
     shares: dict[PromptReading, tuple[float, ...]] = {}
 
     def ours(reading: PromptReading, ablated: HeadMask | HeadRule, asked: Sequence[Request]) -> list[float]:
-        item = reading.item("all", tuple(asked), ablated, budget)
+        item = reading.item("all", tuple(asked), [ablated], budget)
         result = item.run(lm)[0]
         shares[reading] = result.ablated_shares
         return [answer.log_likelihood for answer in result.values]

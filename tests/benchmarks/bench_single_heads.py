@@ -23,7 +23,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora.stdlib_files import held_out_files
 from headscan.pipelines.evaluate.answering import request_chunks
 from headscan.pipelines.evaluate.continuation_task import DEMO_TASK, write_task
-from headscan.pipelines.scoring.bundles import BundleItem, bundle, bundle_size, possible_starts, start_of
+from headscan.pipelines.scoring.bundles import BundleItem, bundle_arms, bundle_size, possible_starts, start_of
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
@@ -38,7 +38,7 @@ def table(lm: LoadedModel, arms: Sequence[Intervention | None], requests: tuple[
     """Log-likelihoods under each arm, with shared layers."""
     found: dict[int, list[float]] = {}
     possible = possible_starts(lm, arms)
-    for group in bundle(arms, possible, bundle_size({}, 0)):
+    for group in bundle_arms(arms, possible, bundle_size({}, 0)):
         masks = tuple(arms[index] for index in group)
         if len(group) == 1:
             found[group[0]] = alone(lm, masks[0], requests)

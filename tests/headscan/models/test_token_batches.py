@@ -10,7 +10,7 @@ import torch
 
 from headscan.errors import MemoryLimitError
 from headscan.models.model_facts import RopeLengths
-from headscan.models.token_batches import MemoryLimit, batches, pad, run_halving, whole_batches
+from headscan.models.token_batches import MemoryLimit, batches, pad, run_halving, run_halving_by_size, whole_batches
 from tests.rope_models import LIMIT
 
 #: On both sides of the limit.
@@ -52,6 +52,21 @@ def test_a_single_sequence_is_always_tried() -> None:
     with pytest.raises(MemoryLimitError):
         run_halving([4, 5], scarce(15, tried), LENGTHS, limit)
     assert tried == [[4], [4, 5], [4]]
+
+
+def test_a_caller_can_measure_batches_in_another_way() -> None:
+    limit, tried = MemoryLimit(), []
+    limit.ran_out(40)
+    run_halving([4, 5], scarce(40, tried), LENGTHS, limit)
+    assert tried == [[4], [5]]
+    tried.clear()
+
+    def shared_tokens(indices: list[int]) -> int:
+        """The first 15 tokens are held once."""
+        return 15 + sum(LENGTHS[index] - 15 for index in indices)
+
+    run_halving_by_size([4, 5], scarce(40, tried), shared_tokens, limit)
+    assert tried == [[4, 5]]
 
 
 def test_batches_keep_groups_apart() -> None:

@@ -19,7 +19,7 @@ from headscan.pipelines.scoring.bundles import (
     FROM_TOKENS,
     BundleItem,
     Start,
-    bundle,
+    bundle_arms,
     bundle_size,
     possible_starts,
     start_of,
@@ -258,16 +258,16 @@ POSSIBLE = starts_at(*range(1, 10), behind=[2])
     ],
 )
 def test_arms_are_bundled_where_that_saves_layers(arms: list[Intervention | None], groups: list[list[int]]) -> None:
-    assert bundle(arms, POSSIBLE) == groups
-    assert bundle(arms, frozenset()) == [[index] for index in range(len(arms))]
+    assert bundle_arms(arms, POSSIBLE) == groups
+    assert bundle_arms(arms, frozenset()) == [[index] for index in range(len(arms))]
 
 
 def test_a_bundle_is_never_larger_than_eight_and_every_arm_is_in_one() -> None:
     arms = [None, *(mask_at(1 + n % 9) for n in range(30)), RULE]
-    groups = bundle(arms, POSSIBLE)
+    groups = bundle_arms(arms, POSSIBLE)
     assert sorted(index for group in groups for index in group) == list(range(32))
     assert max(map(len, groups)) == 8
-    assert max(map(len, bundle(arms, POSSIBLE, 16))) == 16
+    assert max(map(len, bundle_arms(arms, POSSIBLE, 16))) == 16
 
 
 def test_a_bundle_is_larger_where_prefixes_are_small() -> None:

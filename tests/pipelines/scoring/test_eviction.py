@@ -100,7 +100,7 @@ def test_a_request_keeps_its_own_context_next_to_another_of_the_same_tokens(lm: 
 def test_forward_answers_are_those_of_window_masks(lm: LoadedModel, plan: HeadPlan) -> None:
     expected = [forward_oracle(lm, plan, request) for request in REQUESTS]
     for reading in (PromptReading(False), PromptReading(True), PromptReading(False, headscan_kernels=True)):
-        (found,) = reading.item("all", REQUESTS, ablation(plan, "forward"), 200).run(lm)
+        (found,) = reading.item("all", REQUESTS, [ablation(plan, "forward")], 200).run(lm)
         assert_close(found.values, expected)
     dropped, heads = 3, 18
     assert found.ablated_shares == pytest.approx([dropped / heads] * len(REQUESTS))
@@ -110,7 +110,7 @@ def test_forward_answers_are_those_of_window_masks(lm: LoadedModel, plan: HeadPl
 def test_full_heads_give_the_baseline(lm: LoadedModel, model: PlannedModel, mode: PlanMode) -> None:
     expected = LikelihoodItem("all", REQUESTS, None, 1000, False).run(lm)[0].values
     for reading in (PromptReading(False), PromptReading(True)):
-        (found,) = reading.item("all", REQUESTS, ablation(plan_for(model, 0), mode), 1000).run(lm)
+        (found,) = reading.item("all", REQUESTS, [ablation(plan_for(model, 0), mode)], 1000).run(lm)
         assert_close(found.values, expected)
 
 

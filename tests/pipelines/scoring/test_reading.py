@@ -73,7 +73,7 @@ def test_prefixes_are_shared_where_arms_stay_comparable(
 @pytest.mark.parametrize("reading", [WHOLE, WHOLE_AS_RULES, CACHED, RULES_IN_ROWS, ALL_IN_ROWS])
 def test_an_item_is_read_as_was_chosen(reading: PromptReading) -> None:
     for ablated in (None, MASK, RULE, RANDOM):
-        item = reading.item("all", (Request((1, 2), 1),), ablated, 8)
+        item = reading.item("all", (Request((1, 2), 1),), [ablated], 8)
         in_rows = reading == ALL_IN_ROWS or (reading == RULES_IN_ROWS and ablated == RULE)
         assert isinstance(item, SharedRowItem if in_rows else LikelihoodItem)
         if isinstance(item, LikelihoodItem):

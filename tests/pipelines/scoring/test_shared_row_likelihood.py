@@ -19,7 +19,7 @@ from headscan.layers.shared_rows import SharedRow, SharedRowHooks
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.prefix_tree import prefix_tree
 from headscan.pipelines.scoring.shared_row_likelihood import RowPacker, SharedRowItem, can_read_shared_rows
-from headscan.pipelines.scoring.token_requests import LogLikelihood, Responses, answer_item
+from headscan.pipelines.scoring.token_requests import LogLikelihood, Request, Responses, answer_item
 from headscan.statistics.registry import masks_read
 from tests.pipelines.scoring.test_bundles import BATCH_TOKENS, REQUESTS, close
 from tests.pipelines.scoring.test_prefix_tree import random_sequences
@@ -121,6 +121,32 @@ def test_a_row_for_which_memory_is_short_is_cut_in_half() -> None:
     lm.model.get_input_embeddings().register_forward_pre_hook(narrow)
     assert close(read_in_rows(lm, RULES[0]).values, expected.values)
     assert max(widths) > 170
+
+
+def test_a_long_prefix_of_many_short_endings_is_one_row_after_a_row_of_more_tokens_ran_out() -> None:
+    lm = make_loaded("llama")
+    random = Random(0)
+
+    def requests_after(prefix_tokens: int, endings: int, ending_tokens: int) -> tuple[Request, ...]:
+        prefix = tuple(random.randrange(1, 90) for _ in range(prefix_tokens))
+        return tuple(
+            Request((*prefix, *(random.randrange(1, 90) for _ in range(ending_tokens + 1))), 1) for _ in range(endings)
+        )
+
+    row_tokens: list[int] = []
+
+    def narrow(_: torch.nn.Module, args: tuple[Tensor]) -> None:
+        row_tokens.append(args[0].numel())
+        if args[0].numel() > 190:
+            raise torch.OutOfMemoryError("out of memory")
+
+    lm.model.get_input_embeddings().register_forward_pre_hook(narrow)
+    SharedRowItem("few long", requests_after(100, 2, 50), IDLE, BATCH_TOKENS).run(lm)
+    assert max(row_tokens) == 200
+    assert lm.limits["shared rows"].allows(199)
+    row_tokens.clear()
+    SharedRowItem("many short", requests_after(100, 20, 4), IDLE, BATCH_TOKENS).run(lm)
+    assert max(row_tokens) == row_tokens[-1] == 180
 
 
 def test_an_arm_of_the_pool_is_answered_in_shared_rows() -> None:
