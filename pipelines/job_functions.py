@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict, TypeVar, Unpack
 
+from headscan.analysis.errors import StoreError
 from headscan.analysis.plans import PlanError
 from headscan.analysis.store.parquet_store import store_at
 from headscan.analysis.store.store import Store
@@ -313,7 +314,7 @@ class _CheckedOptions:
     say: Callable[[str], None] = say
 
     def __post_init__(self) -> None:
-        check_limits(self, PlacementError)
+        check_limits(self, StoreError)
         if self.ray_address is not None:
             ray_address(self.ray_address)
 

@@ -260,8 +260,10 @@ class Intervention(ABC):
         return min((head.layer for head in self.fixed_heads or ()), default=None)
 
     @property
-    def replaces_attention(self) -> bool:
-        """True if attention runs in other kernels than the model's own, which round differently."""
+    def uses_headscan_kernels(self) -> bool:
+        """True if attention is computed by headscan's kernels, which round differently from the model's own, or if the
+        arm is a control of one whose attention is.
+        """
         return not self.fixed
 
     def new_cache(self, lm: LoadedModel, *, context: bool = True) -> Cache:

@@ -369,7 +369,7 @@ def _band_mask(like: Tensor, start: int, stop: int, first: int, width: int) -> T
 
 
 @dataclass(frozen=True)
-class FusedPass:
+class FusedCall:
     """The fused call of one attention layer.
 
     Attributes:
@@ -467,7 +467,7 @@ def attend_fused(
     window: int | None = None,
     sinks_BHN: Tensor | None = None,
     numbers_with_output: bool = False,
-) -> tuple[Tensor, FusedPass]:
+) -> tuple[Tensor, FusedCall]:
     """Return the output (B, H, N, Dv) of causal attention, and the call from which numbers per query follow.
 
     Args:
@@ -500,7 +500,7 @@ def attend_fused(
         true_lse = lse + _scores_on_one(query_BHND, first_key, scale) if has_wide_kernels else lse
         log_share = F.logsigmoid(true_lse - sinks_BHN.to(lse.dtype))
         out = (out * log_share.exp()[..., None]).to(out.dtype)
-    fused = FusedPass(kernels, query_BHND, key, centred, lse, scale, widths, window, past, entropy, log_share)
+    fused = FusedCall(kernels, query_BHND, key, centred, lse, scale, widths, window, past, entropy, log_share)
     return out, fused
 
 

@@ -42,7 +42,7 @@ class KvWindows(Intervention):
     kept: KeptKeys
     name: str = "plan"
     fixed = True
-    replaces_attention = True
+    uses_headscan_kernels = True
 
     @property
     def label(self) -> str:
@@ -179,7 +179,7 @@ class KvEviction(Intervention):
     name: str = "plan"
     fixed = True
     # The cache calls the model's own kernel, for each group of heads; the kernels of rules would be no nearer.
-    replaces_attention = False
+    uses_headscan_kernels = False
     may_share_prefix = False
     evicts = True
 

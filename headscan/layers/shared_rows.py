@@ -482,19 +482,19 @@ def read_shared_row(
         lm.grid.check(ablation.fixed_heads or ())
     statistics = _statistics_of(lm, ablations)
     zeros_R = torch.zeros(len(row.endings), dtype=torch.long)
-    branches = [_PendingPass(list(range(len(row.endings))), row, 0, None, zeros_R)]
-    while branches:
-        branch = branches.pop()
-        row_hooks = SharedRowHooks(lm, [ablations[index] for index in branch.sequences], branch.row, statistics)
+    pending_passes = [_PendingPass(list(range(len(row.endings))), row, 0, None, zeros_R)]
+    while pending_passes:
+        pending = pending_passes.pop()
+        row_hooks = SharedRowHooks(lm, [ablations[index] for index in pending.sequences], pending.row, statistics)
         try:
-            value = branch.read(blocks, row_hooks, forward)
+            value = pending.read(blocks, row_hooks, forward)
         except HeadsDiffer as split:
             share_of_layers_left = 1 - split.layer / len(blocks.all)
-            groups = branch.equal_groups(split.ablated_RH, pass_cost / share_of_layers_left)
-            branches += branch.resumed_at(split.layer, groups, row_hooks, most_tokens)
+            groups = pending.equal_groups(split.ablated_RH, pass_cost / share_of_layers_left)
+            pending_passes += pending.resumed_at(split.layer, groups, row_hooks, most_tokens)
         else:
-            shares = ((branch.ablated_R + row_hooks.ablated_R).double() / lm.grid.total_heads).tolist()
-            yield SharedRowResult(branch.sequences, branch.row, shares, value)
+            shares = ((pending.ablated_R + row_hooks.ablated_R).double() / lm.grid.total_heads).tolist()
+            yield SharedRowResult(pending.sequences, pending.row, shares, value)
 
 
 @dataclass(frozen=True)
@@ -537,7 +537,7 @@ class _PendingPass:
     def resumed_at(
         self, layer: int, groups: Sequence[list[int]], row_hooks: SharedRowHooks, most_tokens: float
     ) -> list[_PendingPass]:
-        """Return the branches that resume at a layer with these groups, in rows of at most ``most_tokens`` tokens;
+        """Return the passes that resume at a layer with these groups, in rows of at most ``most_tokens`` tokens;
         ``row_hooks`` are those of the pass that stopped in this layer.
         """
         groups_of_rows: list[list[list[int]]] = []
@@ -551,14 +551,14 @@ class _PendingPass:
             row_tokens += group_tokens
         hidden, ablated_R = row_hooks.layer_input, self.ablated_R + row_hooks.ablated_R
         assert hidden is not None
-        branches: list[_PendingPass] = []
+        pending_passes: list[_PendingPass] = []
         for row_groups in groups_of_rows:
             row, token_indices = self.row.regrouped(row_groups)
             kept = sorted(index for group in row_groups for index in group)
             sequences = [self.sequences[index] for index in kept]
             row_hidden = hidden[:, token_indices.to(hidden.device)]
-            branches.append(_PendingPass(sequences, row, layer, row_hidden, ablated_R[kept]))
-        return branches
+            pending_passes.append(_PendingPass(sequences, row, layer, row_hidden, ablated_R[kept]))
+        return pending_passes
 
 
 #: Tokens of the row that checks a model.

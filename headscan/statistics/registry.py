@@ -25,7 +25,7 @@ from headscan.statistics.norm_statistics import (
     ValueVectors,
 )
 from headscan.statistics.weight_statistics import (
-    WEIGHTS,
+    OF_WEIGHTS,
     CallNumbers,
     Joins,
     QueryMean,
@@ -35,11 +35,11 @@ from headscan.statistics.weight_statistics import (
 )
 
 if TYPE_CHECKING:
-    from headscan.attention.fused import FusedPass
+    from headscan.attention.fused import FusedCall
 
 
 #: Measured from attention weights, at the attention hook.
-WEIGHT_STATISTICS: dict[str, WeightStatistic] = {s.name: s for s in WEIGHTS}
+WEIGHT_STATISTICS: dict[str, WeightStatistic] = {s.name: s for s in OF_WEIGHTS}
 #: Measured from value vectors, at the attention hook.
 VALUE_STATISTICS: dict[str, ValueStatistic] = {s.name: s for s in VALUE_NORMS}
 #: Measured from the heads' outputs, at the output hook.
@@ -75,7 +75,7 @@ def needed_numbers(names: Set[str]) -> tuple[QueryNumber, ...]:
     return tuple({number.name: number for number in numbers}.values())
 
 
-def fused_numbers(numbers: Iterable[QueryNumber], fused: FusedPass) -> dict[str, Tensor]:
+def fused_numbers(numbers: Iterable[QueryNumber], fused: FusedCall) -> dict[str, Tensor]:
     """Return numbers per query from a fused call: (B, H, N) by name, float32 or wider."""
     log_share = fused.log_share_BHN
     share = None if log_share is None else log_share.exp()

@@ -24,7 +24,7 @@ from headscan.errors import InterventionError, UnsupportedModelError
 from headscan.models.forward_inputs import TokenMeans, real_tokens
 
 if TYPE_CHECKING:
-    from headscan.attention.fused import FusedPass
+    from headscan.attention.fused import FusedCall
 
 
 #: How attention is computed while it is measured: ``auto`` takes fused kernels if they support the call.
@@ -183,7 +183,7 @@ class QueryNumber(ABC):
     def of_block(self, block: WeightBlock) -> Tensor:
         """Return the number from explicit weights: (B, H, R)."""
 
-    def of_fused(self, fused: FusedPass) -> Tensor:
+    def of_fused(self, fused: FusedCall) -> Tensor:
         """Return the number from fused calls, without explicit weights: (B, H, N)."""
         raise UnsupportedModelError(f"fused attention does not measure {self.name}. Use `path='blockwise'`")
 
@@ -275,7 +275,7 @@ class FirstTokenWeight(MeanOverQueries):
     def of_block(self, block: WeightBlock) -> Tensor:
         return block.weight_below(1)
 
-    def of_fused(self, fused: FusedPass) -> Tensor:
+    def of_fused(self, fused: FusedCall) -> Tensor:
         weight = (-fused.centred_lse_BHN).exp()
         if fused.window is not None:
             weight[..., max(0, fused.window - fused.past) :] = 0.0  # the first key has left the window
@@ -289,7 +289,7 @@ class SelfWeight(MeanOverQueries):
     def of_block(self, block: WeightBlock) -> Tensor:
         return block.weight_at(0)
 
-    def of_fused(self, fused: FusedPass) -> Tensor:
+    def of_fused(self, fused: FusedCall) -> Tensor:
         return (fused.scores_before(0) - fused.lse_BHN).exp()
 
 
@@ -302,7 +302,7 @@ class PreviousTokenWeight(MeanOverQueries):
     def of_block(self, block: WeightBlock) -> Tensor:
         return block.weight_at(-1)
 
-    def of_fused(self, fused: FusedPass) -> Tensor:
+    def of_fused(self, fused: FusedCall) -> Tensor:
         weight = (fused.scores_before(1) - fused.lse_BHN).exp()
         weight[..., 0] = 0.0
         return weight if fused.window != 1 else torch.zeros_like(weight)
@@ -314,7 +314,7 @@ class SinkMass(MeanOverQueries):
     def of_block(self, block: WeightBlock) -> Tensor:
         return block.weight_below(block.request.widths.sink)
 
-    def of_fused(self, fused: FusedPass) -> Tensor:
+    def of_fused(self, fused: FusedCall) -> Tensor:
         return fused.sink_mass_BHN
 
 
@@ -330,7 +330,7 @@ class RecentMass(MeanOverQueries):
         is_recent_RC = (block.query_R1 - block.key_C[keys]).abs() < widths.recent
         return torch.where(is_recent_RC, block.weights_BHRC[..., keys], 0.0).sum(-1)
 
-    def of_fused(self, fused: FusedPass) -> Tensor:
+    def of_fused(self, fused: FusedCall) -> Tensor:
         return fused.recent_mass_BHN
 
 
@@ -343,7 +343,7 @@ class WeightSum(QueryNumber):
         total = block.weights_BHRC.sum(-1)
         return torch.where(total.isfinite(), 1.0, total) if block.normalised else total
 
-    def of_fused(self, fused: FusedPass) -> Tensor:
+    def of_fused(self, fused: FusedCall) -> Tensor:
         return 1.0 + 0.0 * fused.lse_BHN
 
 
@@ -385,7 +385,7 @@ class Entropy(MeanOverQueries):
         # `torch.special.entr` would be compiled on a GPU at its first use.
         return -torch.special.xlogy(block.weights_BHRC, block.weights_BHRC).sum(-1)
 
-    def of_fused(self, fused: FusedPass) -> Tensor:
+    def of_fused(self, fused: FusedCall) -> Tensor:
         return fused.entropy()
 
     def with_learned_sink(self, values_BHN: Tensor, share_BHN: Tensor, log_share_BHN: Tensor) -> Tensor:
@@ -547,7 +547,7 @@ def _diagonals(weights_BHRC: Tensor, rows: int, columns: int, first: int) -> Ten
     return weights_BHRC.as_strided(size, (*batch, down + right, right), weights_BHRC.storage_offset() + first)
 
 
-WEIGHTS: tuple[WeightStatistic, ...] = (
+OF_WEIGHTS: tuple[WeightStatistic, ...] = (
     FirstTokenWeight(),
     SelfWeight(),
     PreviousTokenWeight(),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from headscan.analysis.errors import FinishedArmError
+from headscan.analysis.errors import FinishedArmError, StoreError
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import TABLES
 from headscan.cluster.pool import Finished, Pool, Task
@@ -169,8 +169,11 @@ def answer_arms(
                         yield arm_responses
                         arm_responses.forget()
                 writer.write(at_least_after=_SECONDS_BETWEEN_WRITES)
-        finally:
-            writer.write()
+        except BaseException:
+            with suppress(StoreError):  # the first error is the one to report
+                writer.write()
+            raise
+        writer.write()
 
 
 class _Schedule:

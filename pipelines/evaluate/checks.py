@@ -12,7 +12,7 @@ from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.runs.model_identity import ModelIdentity, identify
 from headscan.pipelines.runs.run_context import ModelContext
 from headscan.pipelines.scoring.arms import Arm, check_tokenizer, model_settings
-from headscan.pipelines.scoring.reading import can_share_prefixes
+from headscan.pipelines.scoring.reading import can_share_prefixes_task
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Request
 
 
@@ -39,7 +39,7 @@ def check_eviction(
         return
     refuse_staged(model.pool, f"{evicting_arms[0]} evicts keys, which", instead="the mode forward")
     has_scored = any(isinstance(request, Request) for request in requests.values())
-    if has_scored and not model.pool.one(can_share_prefixes, None):
+    if has_scored and not model.pool.one(can_share_prefixes_task, None):
         raise UnsupportedModelError(
             f"{evicting_arms[0]} evicts keys, but {model.identity.name} continues a KV cache only token by token. Use"
             " the mode forward, or tasks that generate text"

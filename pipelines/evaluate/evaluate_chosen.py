@@ -13,14 +13,13 @@ from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import (
     BASELINE,
-    Arm,
     criterion_masks,
     mask_arm,
     model_arm,
     random_controls,
     rules_by_score,
 )
-from headscan.pipelines.scoring.replacements import ArmReplacement, collect_replacement
+from headscan.pipelines.scoring.replacements import collect_replacement
 from headscan.pipelines.settings.evaluation_settings import ChosenArms, EvaluateConfig
 
 
@@ -40,17 +39,12 @@ def evaluate_chosen(config: EvaluateConfig, run: Run, chosen: ChosenArms) -> str
     questions = Questions(config.tasks, config.recall, run.identity, config.text)
     replacement = collect_replacement(chosen.replacement, run, questions.longest_input())
     arms = [BASELINE, *(mask_arm(heads, replacement) for heads in head_sets)]
-    arms += _scored_arms(run, chosen, ranking_run, replacement)
+    if chosen.criterion is not None and ranking_run is not None:
+        arms += criterion_masks(
+            run.store, ranking_run, chosen.criterion, [chosen.share], chosen.mask_order, replacement
+        )
+        if chosen.rule:
+            arms += rules_by_score(run.store, ranking_run, chosen.criterion, [chosen.share], replacement)
     if chosen.controls:
         arms += random_controls(run.facts.grid, arms, chosen.controls, replacement)
     return run_evaluation(config, run, [*arms, *plans, *models], questions=questions)
-
-
-def _scored_arms(run: Run, chosen: ChosenArms, ranking_run: str | None, replacement: ArmReplacement) -> list[Arm]:
-    """Return the mask, and the rule, whose heads a criterion of the run ``ranking_run`` chooses; none without one."""
-    if chosen.criterion is None or ranking_run is None:
-        return []
-    arms = criterion_masks(run.store, ranking_run, chosen.criterion, [chosen.share], chosen.mask_order, replacement)
-    if chosen.rule:
-        arms += rules_by_score(run.store, ranking_run, chosen.criterion, [chosen.share], replacement)
-    return arms

@@ -89,7 +89,7 @@ class BundleItem(ScoringItem[Request]):
 
 def possible_starts(lm: LoadedModel, interventions: Sequence[Intervention | None]) -> frozenset[Start]:
     """Pool task: return where passes with these ablations can start; empty for models without separable blocks."""
-    changing_outputs = (each for each in interventions if each is not None and not each.replaces_attention)
+    changing_outputs = (each for each in interventions if each is not None and not each.uses_headscan_kernels)
     first_layers = {each.first_layer for each in changing_outputs if each.first_layer is not None}
     try:
         blocks = find_blocks(lm)
@@ -109,7 +109,7 @@ def start_of(intervention: Intervention | None, possible: frozenset[Start]) -> S
     if intervention is None or first is None:
         return FROM_TOKENS
     # Everything below is as in the baseline.
-    return last_start(Start(first, not intervention.replaces_attention), possible)
+    return last_start(Start(first, not intervention.uses_headscan_kernels), possible)
 
 
 def last_start(limit: Start, possible: frozenset[Start]) -> Start:

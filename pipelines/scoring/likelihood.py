@@ -1,8 +1,8 @@
 """Log-likelihoods of continuations with heads ablated, on one replica.
 
 Distinct inputs are read in batches, common prefixes first: those of one length as the sequences of one batch, before
-what follows them. Logits are computed only at scored tokens. Rules and random heads need whole inputs, so they share
-equal inputs only; `shared_row_likelihood.SharedRowItem` shares prefixes for rules.
+what follows them. Logits are computed only at scored tokens. What rules and random heads ablate depends on the
+whole input, so they share equal inputs only; `shared_row_likelihood.SharedRowItem` shares prefixes for rules.
 
 Shapes: B sequences, N tokens (padded on the right), R prefixes, M scored positions, T target tokens, V vocabulary.
 """
@@ -257,11 +257,11 @@ def likelihoods_at(
     ``positions`` are the scored ones of all inputs, as (row, column) of ``ids``.
     """
     rows, columns = [row for row, _ in positions], [column for _, column in positions]
-    likelihoods = iter(_likelihoods(logits_at(lm, ids, rows, columns, **arguments), inputs))
+    likelihoods = iter(_likelihoods_of_logits(logits_at(lm, ids, rows, columns, **arguments), inputs))
     return [[next(likelihoods) for _ in one_input.requests] for one_input in inputs]
 
 
-def _likelihoods(logits_MV: Tensor, inputs: Sequence[DistinctInput]) -> list[LogLikelihood]:
+def _likelihoods_of_logits(logits_MV: Tensor, inputs: Sequence[DistinctInput]) -> list[LogLikelihood]:
     """Return the log-likelihoods of all requests, input by input, from the logits of their scored positions."""
     rows: list[int] = []  # of the logits that predict each target token
     targets: list[int] = []

@@ -32,7 +32,7 @@ from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.pipelines.scoring.bundles import BundleItem, Start, start_of
 from headscan.pipelines.scoring.eviction import EvictionItem
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
-from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, can_read_shared_rows
+from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, can_share_rows_task
 from headscan.pipelines.scoring.token_requests import GenerationRequest, ScoringItem
 
 #: Dtypes in which the order of summation changes answers.
@@ -91,7 +91,7 @@ def need_headscan_kernels(dtype: str, interventions: Sequence[Intervention | Non
     baseline.
     """
     return dtype in HALF and any(
-        intervention is not None and intervention.replaces_attention for intervention in interventions
+        intervention is not None and intervention.uses_headscan_kernels for intervention in interventions
     )
 
 
@@ -129,17 +129,17 @@ def choose_reading(
         say(f"prompts are read whole: in {dtype} all arms need the same kernels, and resampled heads need whole inputs")
         return whole
     rules = any(intervention is not None and intervention.needs_whole_input for intervention in interventions)
-    if (rules or headscan_kernels) and pool.one(can_read_shared_rows, None):
+    if (rules or headscan_kernels) and pool.one(can_share_rows_task, None):
         return PromptReading(True, shared_rows=True, headscan_kernels=headscan_kernels, rope=rope)
     if headscan_kernels and share_prefixes is None:
         say(f"prompts are read whole: in {dtype} all arms need the same kernels, and this model cannot share rows")
         return whole
-    if not pool.one(can_share_prefixes, None):
+    if not pool.one(can_share_prefixes_task, None):
         say("prompts are read whole: continuing from a cached prefix changes the hidden states of this model")
         return whole
     return PromptReading(True, rope=rope)
 
 
-def can_share_prefixes(lm: LoadedModel, item: object) -> bool:
+def can_share_prefixes_task(lm: LoadedModel, item: object) -> bool:
     """Pool task: return True if common prefixes can be read once."""
     return shares_prefixes(lm)

@@ -117,7 +117,7 @@ class SharedRowItem(ArmItem[Request]):
         return [by_request(inputs, results)]
 
 
-def can_read_shared_rows(lm: LoadedModel, item: object) -> bool:
+def can_share_rows_task(lm: LoadedModel, item: object) -> bool:
     """Pool task: return True if inputs can share their prefixes in rows."""
     return can_share_rows(lm)
 
@@ -157,7 +157,7 @@ class _RowReader:
             self._blocks,
             self._ablation,
             row,
-            partial(self._likelihoods, members),
+            partial(self._read_endings, members),
             most_tokens=self._packer.most_row_tokens(prefix_tokens),
             pass_cost=self._pass_cost,
         )
@@ -168,7 +168,7 @@ class _RowReader:
                 results[members[ending]] = InputResult(likelihoods, ablated_share)
         return results
 
-    def _likelihoods(self, members: Sequence[int], row: SharedRow, endings: list[int]) -> list[list[LogLikelihood]]:
+    def _read_endings(self, members: Sequence[int], row: SharedRow, endings: list[int]) -> list[list[LogLikelihood]]:
         """Return the log-likelihoods of some endings of the members' row, from one pass over ``row``, which has only
         these.
         """

@@ -29,7 +29,7 @@ from headscan.pipelines.scoring.likelihood import (
 )
 from headscan.pipelines.scoring.token_requests import LogLikelihood, Responses, input_key
 
-#: Cost of one more forward pass, in tokens: a batch ends before its padding costs more.
+#: Cost of one more forward pass, in tokens. One for all devices, because every process must cut the same batches.
 _PASS_COST = 64
 
 

@@ -20,7 +20,7 @@ from headscan.statistics.registry import (
     masks_read,
 )
 from headscan.statistics.weight_statistics import (
-    WEIGHTS,
+    OF_WEIGHTS,
     MeanOverQueries,
     QueryMean,
     QueryNumber,
@@ -30,7 +30,7 @@ from headscan.statistics.weight_statistics import (
 from tests.headscan.reference import reference
 from tests.small_models import make_model
 
-FAMILIES_OF_STATISTICS = (WEIGHTS, VALUE_NORMS, OUTPUT_NORMS)
+FAMILIES_OF_STATISTICS = (OF_WEIGHTS, VALUE_NORMS, OUTPUT_NORMS)
 
 
 def test_every_declaration_has_an_implementation_and_every_implementation_a_declaration() -> None:

@@ -18,7 +18,7 @@ from headscan.errors import InterventionError
 from headscan.layers.shared_rows import SharedRow, SharedRowHooks
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.prefix_tree import prefix_tree
-from headscan.pipelines.scoring.shared_row_likelihood import RowPacker, SharedRowItem, can_read_shared_rows
+from headscan.pipelines.scoring.shared_row_likelihood import RowPacker, SharedRowItem, can_share_rows_task
 from headscan.pipelines.scoring.token_requests import LogLikelihood, Request, Responses, answer_item
 from headscan.statistics.registry import masks_read
 from tests.pipelines.scoring.test_bundles import BATCH_TOKENS, REQUESTS, close
@@ -68,7 +68,7 @@ def read_in_rows(lm: headscan.LoadedModel, ablated: Intervention | None) -> Resp
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3", "gpt2"])
 def test_shared_rows_give_the_answers_of_whole_inputs(family: str, ablated: Intervention | None) -> None:
     lm = make_loaded(family)
-    assert can_read_shared_rows(lm, None)
+    assert can_share_rows_task(lm, None)
     expected, ours = whole(lm, ablated), read_in_rows(lm, ablated)
     assert close(ours.values, expected.values)
     assert ours.ablated_shares == pytest.approx(expected.ablated_shares)
@@ -102,7 +102,7 @@ def test_sequences_that_part_early_are_few_tokens_more_than_whole_inputs(rule: h
 def test_in_half_precision_arms_round_as_arms_with_rules(family: str, dtype: torch.dtype) -> None:
     lm = make_loaded(family)
     lm.model.to(dtype)
-    assert can_read_shared_rows(lm, None)
+    assert can_share_rows_task(lm, None)
     assert read_in_rows(lm, None).values == read_in_rows(lm, IDLE).values
     assert whole(lm, None, headscan_kernels=True).values == whole(lm, IDLE).values
     assert whole(lm, None).values != whole(lm, IDLE).values  # another kernel, which rounds otherwise
@@ -215,7 +215,7 @@ def test_rules_on_any_statistic_are_refused_or_measure_what_scans_do(
 ) -> None:
     """A rule on a score that nobody has declared yet ablates the heads that `collect` names, in shared rows too."""
     lm, added = make_loaded(family), add_score(monkeypatch, statistic, over)
-    assert can_read_shared_rows(lm, None)
+    assert can_share_rows_task(lm, None)
     longest = sorted({request.ids for request in REQUESTS}, key=len)[-8:]
     lengths = torch.tensor([len(ids) for ids in longest])
     ids = torch.zeros(len(longest), int(lengths.max()), dtype=torch.long)
