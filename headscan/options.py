@@ -82,12 +82,15 @@ Seed = Annotated[int, Limits(least=0, below=SEEDS)]
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Another option of the verb that decides whether an option has an effect.
+    """A condition under which an option has an effect: another option of the verb is given, or has some value.
+
+    For example, a corpus of replacements has ``Needs(key="heads.kind", values=("mean", "resample"))``: it has no effect
+    if heads are replaced by zero.
 
     Attributes:
-        key: Names of the fields that lead to the other option, with dots, from the class that declares this or from one
-            around it.
-        values: Values of the other option with which this one has an effect; empty: it has one if the other is given.
+        key: The other option: the names of the fields that lead to it, with dots, from the class that declares the
+            condition or from a class around it.
+        values: Values of the other option under which this one has an effect; empty: any value that is given.
         named: Noun for ``values`` in the error; None lists them.
         absent: This option has an effect only if the other one is not given.
         unless: Another condition that is enough.

@@ -49,8 +49,12 @@ from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
 
 @dataclass(frozen=True)
 class Purpose:
-    """What an evaluation is for: ``settings`` are further JSON settings that identify its run in the store, and
-    ``judges_arms`` reports each finished arm and stores its verdict.
+    """The kind of run that an evaluation makes. A user's evaluation is an `EVALUATE`. The answers of single heads are
+    a run of the kind ``ablate`` that judges no arm, because the table of heads compares them.
+
+    Attributes:
+        settings: Further JSON settings that identify the run in the store.
+        judges_arms: Report each finished arm, and store its verdict.
     """
 
     kind: RunKind = "evaluate"

@@ -99,8 +99,14 @@ def run_corpus(
     prompts: Iterable[TokenSequence] = (),
     part: Part | None = None,
 ) -> CorpusRunResult:
-    """Measure every shard of a corpus, or of a part of it, into a store. ``prompts`` are sequences that are measured
-    after the corpus, numbered from 0; they are read only if the run is not finished.
+    """Measure every shard of a corpus, or of a part of it, into a store.
+
+    For example, a corpus of 100 sequences in shards of 16 makes 7 shards. If the store has the first 3, 4 are measured.
+    Part 2 of 3 measures shards 1 and 4 alone.
+
+    Args:
+        prompts: Sequences that are measured after the corpus, numbered from 0; they are read only if the run is not
+            finished.
     """
     identity, kind = run.identity, measurement.kind
     check_length(identity, config.tokens.max_tokens)
@@ -296,9 +302,9 @@ def _has_part(store: Store, run: Mapping[str, Any], part: Part) -> bool:
 def run_fingerprint(run: Run, kind: RunKind, settings: Mapping[str, Any], shard_size: int | None) -> str:
     """Return the fingerprint by which the store finds a run again, from the settings on which its numbers depend.
 
-    The size of a shard is part of it, because batches do not cross shards. A call that gives no size (None) lets the
-    run choose one. Giving the size that this run chose resumes it; giving any other size begins another run. For
-    example, if a scan chose shards of 20 sequences, the same scan with a ``shard_size`` of 20 resumes it.
+    The size of a shard is one of them, because batches do not cross shards. Without a ``shard_size`` (None) the run
+    chooses it. For example, if a scan chose shards of 20 sequences, the same scan with a ``shard_size`` of 20 resumes
+    it, and with one of 30 it is another run.
     """
     # Fingerprints of runs that chose their size hold the largest one, so the same size, if given, needs another mark.
     hash_of_chosen_size = fingerprint({**settings, "shard_size": _LARGEST_SHARD})

@@ -21,7 +21,7 @@ from headscan.analysis.verdicts.paired import (
     retained_share,
     score_interval,
 )
-from headscan.analysis.verdicts.scope_verdicts import widened_differences
+from headscan.analysis.verdicts.scope_verdicts import least_visible_loss, widened_differences
 from tests.analysis.conftest import compare
 
 
@@ -368,6 +368,14 @@ def test_the_examples_of_docstrings_hold() -> None:
     assert (
         f"{found.low:.2f} to {found.high:.2f} for one arm, and {three.low:.2f} to {three.high:.2f} for three"
         in of_three
+    )
+    visible = []
+    for count in (2, 20):
+        right = np.repeat([1, 0, 1], [count, count, 48 * count])
+        visible.append(least_visible_loss(compare(right, np.repeat([0, 1, 1], [count, count, 48 * count])), 57))
+    of_visible = " ".join((least_visible_loss.__doc__ or "").split())
+    assert (
+        f"shows losses of {visible[0]:.1f} points and more" in of_visible and f"shows {visible[1]:.1f}." in of_visible
     )
     needles = np.repeat([1.0, 0.0], [360, 40])
     kept = retained_share(needles, np.where(np.arange(400) < 20, 0.0, needles), np.arange(400) // 4, 25.0)
