@@ -87,7 +87,7 @@ def test_the_reading_orders_state_how_many_files_they_list() -> None:
 
 
 #: Functions of a route that call what an earlier one of it passes.
-PASSED_ON = ("CorpusVerb.run_measurement", "Pool.map")
+PASSED_ON = ("Pool.map",)
 _NAME = r"`[A-Za-z_]\w*(?:\.(?!py`)[A-Za-z_]\w*)?`"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -16,6 +15,7 @@ from headscan.pipelines.settings.measure_settings import CorpusRunConfig
 
 if TYPE_CHECKING:
     from headscan.pipelines.measure.run_corpus import CorpusRunResult
+    from headscan.pipelines.runs.model_identity import ModelIdentity
 
 C = TypeVar("C", bound=CorpusRunConfig)
 
@@ -49,20 +49,24 @@ class CorpusVerb(RunVerb):
     corpus: Annotated[LimitedCorpusOptions, Group("corpus")]
     tokens: Annotated[SequenceOptions, Group("sequences")]
 
-    def run_measurement(self, settings: Given[C], job: Callable[..., CorpusRunResult]) -> CorpusRunResult:
-        """Measure the corpus with a job, and print the counts."""
+    def config(self, settings: Given[C]) -> tuple[C, ModelIdentity]:
+        """Return the settings of the run, with its corpus and its sequences, and the identity of the model."""
         from headscan.pipelines.settings.corpus_settings import longest_text
 
         corpus = self.corpus.required(self, limit_documents=self.corpus.limit_documents)
         spec, identity = self.identified()
         tokens = self.tokens.config.build(longest_text(identity, self.tokens.max_tokens))
-        config = settings.build(model=spec, corpus=corpus, tokens=tokens)
-        result = job(config, self.store.path, **self.job_options(identity))
-        for line in () if result.report is None else result.report.lines():
-            say(line)
-        if result.report is not None and tokens.attention_across_documents:
-            say("documents share sequences (--mode pack): queries attended across documents")
-        return result
+        return settings.build(model=spec, corpus=corpus, tokens=tokens), identity
+
+
+def say_counts(result: CorpusRunResult, tokens: TokenConfig) -> None:
+    """Print what was read of a corpus, to standard error; nothing if it was not read."""
+    if result.report is None:
+        return
+    for line in result.report.lines():
+        say(line)
+    if tokens.attention_across_documents:
+        say("documents share sequences (--mode pack): queries attended across documents")
 
 
 def run_result(result: CorpusRunResult, path: str) -> Result:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.analysis.text_tables import say
 from headscan.options import Group
-from headscan.pipelines.cli.corpus_verb import CorpusVerb, LimitedCorpusOptions, SequenceOptions, run_result
+from headscan.pipelines.cli.corpus_verb import CorpusVerb, LimitedCorpusOptions, SequenceOptions, run_result, say_counts
 from headscan.pipelines.cli.option_parser import Given, UsageError
 from headscan.pipelines.cli.results import Result
 from headscan.pipelines.cli.task_options import NO_DATA
@@ -75,7 +75,10 @@ class Importance(CorpusVerb):
         spec = self.spec()
         if is_classifier(spec.config()):
             raise UsageError(f"{self.model} is a classifier, and text has no labels. Give --data")
-        return self.run_measurement(self.settings, job_functions.importance)
+        config, identity = self.config(self.settings)
+        result = job_functions.importance(config, self.store.path, **self.job_options(identity))
+        say_counts(result, config.tokens)
+        return result
 
     def _on_examples(self, data: ExamplesSpec) -> CorpusRunResult:
         from headscan.pipelines import job_functions

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from headscan.options import Group
-from headscan.pipelines.cli.corpus_verb import CorpusVerb, run_result
+from headscan.pipelines.cli.corpus_verb import CorpusVerb, run_result, say_counts
 from headscan.pipelines.cli.option_parser import Given
 from headscan.pipelines.cli.results import Result
 from headscan.pipelines.settings.measure_settings import ScanConfig
@@ -33,4 +33,7 @@ class Scan(CorpusVerb):
     def run(self) -> Result:
         from headscan.pipelines import job_functions
 
-        return run_result(self.run_measurement(self.settings, job_functions.scan), self.store.path)
+        config, identity = self.config(self.settings)
+        result = job_functions.scan(config, self.store.path, **self.job_options(identity))
+        say_counts(result, config.tokens)
+        return run_result(result, self.store.path)
