@@ -301,7 +301,7 @@ def test_mistakes_are_named(values: dict[str, np.ndarray], tmp_path: Path) -> No
         rank_importance(store, run_id, site="encoder")
     record = ShardRecord(3, "c3", 0.5, "worker")
     with pytest.raises(
-        StoreError, match=r"the heads table has wrong columns.*optional: gate_gradient, token_gradient, entropy\)"
+        StoreError, match=r"the heads table has wrong columns.*optional: gate_gradient, entropy, token_gradient\)"
     ):
         store.add_shards(run_id, [ShardToWrite(record, sequence_table(60, 2), head_table(make_stats(), 0, 2))])
     scan = store.begin_run(scan_record()).run_id

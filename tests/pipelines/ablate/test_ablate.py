@@ -217,7 +217,7 @@ class _FailingPool(InProcessPool):
 
     def map(self, task: Task[Any, Any], items: Iterable[Any]) -> Iterator[Finished[Any, Any]]:
         for finished in super().map(task, items):
-            if task.__name__ == "answer_item":
+            if getattr(task, "__name__", "") == "answer_item":
                 self.left -= 1
                 if self.left < 0:
                     raise KeyboardInterrupt

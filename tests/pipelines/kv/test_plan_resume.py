@@ -42,7 +42,7 @@ class CountingPool(InProcessPool):
         self.most, self.measured = most, list[Any]()
 
     def map(self, task, items):  # type: ignore[no-untyped-def]
-        if task.__name__ not in MEASURING:
+        if getattr(task, "__name__", "") not in MEASURING:
             yield from super().map(task, items)
             return
         for item in items:
