@@ -25,7 +25,7 @@ from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.evaluate.run_sweep import SweepResult, _size, run_sweep, size_recall
 from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.runs.head_orders import find_run
-from headscan.pipelines.runs.model_identity import identify
+from headscan.pipelines.runs.model_identity import identify, model_facts
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallQuestions, SweepConfig, TaskConfig
@@ -177,7 +177,7 @@ def test_the_command_of_a_finished_sweep_runs_nothing_and_prints_every_curve(
     map_items = InProcessPool.map
 
     def counted(pool: InProcessPool, task: Any, items: Any) -> Any:
-        asked.append(getattr(task, "func", task).__name__)
+        asked.append(task)
         return map_items(pool, task, items)
 
     monkeypatch.setattr(InProcessPool, "map", counted)
@@ -186,7 +186,7 @@ def test_the_command_of_a_finished_sweep_runs_nothing_and_prints_every_curve(
     command = ["sweep", evaluation.model.source, "--tasks", "counting", "--include-path", evaluation.tasks.include_path]
     command += ["--no-recall", "--device", "cpu", "--store", store.path, "--scores", ",".join(RULES)]
     assert main([str(part) for part in (*command, "--quantiles", "0,0.2,0.4", "--controls", "2")]) == 0
-    assert asked == ["model_facts"]
+    assert asked == [model_facts]
     out, err = capsys.readouterr()
     said = err.splitlines()
     assert f"run {result.scan_run}: the prompts of counting were recorded before" in said
