@@ -218,7 +218,7 @@ def test_the_command_of_a_finished_sweep_runs_nothing_and_prints_every_curve(
     assert "removable within one point, confirmed on other questions: no arm" in choices
     # Without confirmation nothing runs again either, and the output describes the interval.
     assert main([str(part) for part in (*command, "--shares", "0,0.2,0.4", "--controls", "2", "--no-confirm")]) == 0
-    assert asked == ["model_facts"] * 2
+    assert asked == [model_facts] * 2
     out = capsys.readouterr().out
     assert f"selected and judged on the same {questions} questions, so its interval is not corrected" in out
     assert "removable within one point, not corrected for the selection: no arm" in out
