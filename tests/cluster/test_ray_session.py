@@ -321,6 +321,7 @@ def test_a_real_cluster_with_tokens(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("0123456789abcdef" * 2)
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     own["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    own["HOME"] = str(tmp_path)  # which has no token of an earlier Ray
     tokens = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
     words = f"start --head --node-ip-address 127.0.0.1 --port {port} --num-cpus 1 --object-store-memory 80000000"
     words += " --include-dashboard false --disable-usage-stats --block --temp-dir"
