@@ -117,7 +117,7 @@ def test_a_failed_local_ray_is_restarted(
 ) -> None:
     # The loss of the node is noticed in seconds; Ray's default takes a quarter of a minute.
     monkeypatch.setenv("RAY_health_check_period_ms", "500")
-    jobs = [Job(number, str(tmp_path)) for number in range(12)]
+    jobs = [Job(number, str(tmp_path)) for number in range(60)]
     with RayPool(spec, WholePlacement(1, "cpu", 1)) as pool:
         results = pool.map(tasks.slow_measure, jobs)
         first = next(results)
