@@ -13,7 +13,7 @@ import pytest
 
 import headscan
 from headscan.ablation.intervention import ZERO
-from headscan.analysis.errors import StoreMissingError
+from headscan.analysis.errors import StoreError, StoreMissingError
 from headscan.analysis.plans import WindowShare
 from headscan.analysis.store.store import Store
 from headscan.architectures import HEADS, LAYERS
@@ -350,3 +350,9 @@ def test_a_plan_without_a_store_cannot_resume(spec: ModelSpec) -> None:
     for seconds in (5.0, 0.0):
         with pytest.raises(HeadscanError, match=r"^`lock_timeout` has no effect without `store`: leave it out$"):
             jobs.plan(config, None, WindowShare(0.5), lock_timeout=seconds)
+
+
+def test_a_wait_out_of_range_is_an_error_of_the_store(spec: ModelSpec, tmp_path: Path) -> None:
+    config = jobs.ScanConfig(spec, CorpusSpec("python-stdlib"), jobs.TokenConfig(40))
+    with pytest.raises(StoreError, match=r"^`lock_timeout=-1` \(limit 0\)\. Raise `lock_timeout`$"):
+        jobs.scan(config, tmp_path / "s.duckdb", lock_timeout=-1)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import headscan
+from headscan.analysis.errors import StoreFullError
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.cluster.placements import WholePlacement
@@ -218,6 +219,17 @@ def test_other_settings_are_another_run_and_named(config: EvaluateConfig, store:
     for ours, whole in zip(store.query(rows, [second]).to_pylist(), theirs, strict=True):
         assert ours["log_likelihoods"] == pytest.approx(whole["log_likelihoods"], abs=1e-4)
         assert ours["response"] == whole["response"]
+
+
+def test_a_failed_write_does_not_hide_what_stopped_a_run(
+    config: EvaluateConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: object) -> None:
+        raise StoreFullError("no space left on its device")
+
+    monkeypatch.setattr(store, "add_responses", full)
+    with pytest.raises(Interrupted):
+        run(config, store, CountingPool(config.model, dying(3)))
 
 
 class ShufflingPool(InProcessPool):
