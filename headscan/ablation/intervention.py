@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from headscan.catalog import ReplacementKind
+from headscan.catalog import MassWidths, ReplacementKind
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite, Head, HeadGrid
 from headscan.models.loaded_model import LoadedModel
@@ -312,13 +312,18 @@ class LayerwiseAblation(Ablation):
         return self.replacement.position_free
 
     @property
+    def scored_by(self) -> tuple[str, MassWidths] | None:
+        """The score that decides which heads are ablated, with the widths of its masses; None if they are fixed."""
+        return None
+
+    @property
     def score_threshold(self) -> float | None:
         """The threshold of the score that decides which heads are ablated; None if they are fixed."""
         return None
 
     @abstractmethod
     def heads_at(self, site: AttentionSite, scores_BH: Tensor | None) -> Tensor:
-        """Return which heads are ablated in one layer, bool (H,) or (B, H), by the scores of a rule, if it is one."""
+        """Return which heads are ablated in one layer, bool (H,) or (B, H), by the scores of `scored_by`, if any."""
 
 
 @contextmanager

@@ -191,6 +191,10 @@ class HeadRule(LayerwiseAblation):
         return super().may_share_rows and statistics_for([self.score]) <= JOINABLE
 
     @property
+    def scored_by(self) -> tuple[str, MassWidths]:
+        return self.score, self.widths
+
+    @property
     def score_threshold(self) -> float:
         return self.threshold
 

@@ -268,7 +268,7 @@ class SharedRowHooks:
 
 def _statistics_of(lm: LoadedModel, ablations: Iterable[LayerwiseAblation]) -> RuleStatistics:
     """Return the statistics of the rules' score, none without rules; raise if there are several scores."""
-    scores = {(rule.score, rule.widths) for rule in ablations if isinstance(rule, HeadRule)}
+    scores = {ablation.scored_by for ablation in ablations if ablation.scored_by is not None}
     if len(scores) > 1:
         names = sorted(f"{name}{'' if widths == MassWidths() else f' with {widths}'}" for name, widths in scores)
         raise InterventionError(f"scores of the rules in a shared row: {', '.join(names)} (limit 1). Use one score")

@@ -12,11 +12,13 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headscan
+from headscan.ablation.intervention import LayerwiseAblation
 from headscan.architectures import FAMILIES, VOCABULARY
 from headscan.attention.calls import ScoredCall
 from headscan.attention.discovery import discover
 from headscan.catalog import SCORES
 from headscan.errors import HeadIndexError, InterventionError
+from headscan.grid import AttentionSite
 from headscan.layers.blocks import find_blocks
 from headscan.layers.shared_rows import SharedRow, SharedRowHooks, can_share_rows, read_shared_row
 from headscan.models.forward_inputs import run_forward
@@ -188,6 +190,33 @@ def test_a_mask_of_heads_that_are_not_there_is_refused() -> None:
 def test_masks_and_rules_share_a_row() -> None:
     lm, rule, mask = make_loaded("llama"), headscan.HeadRule("output_norm_ln", 0.95), headscan.HeadMask([(1, 2)])
     check(lm, [rule, mask, rule, headscan.HeadMask([])], make_row())
+
+
+class Opposite(LayerwiseAblation):
+    """An ablation of a class of its own: the heads that a rule leaves."""
+
+    def __init__(self, rule: headscan.HeadRule) -> None:
+        self.rule = rule
+
+    label = "the opposite of a rule"
+    scored_by = property(lambda self: self.rule.scored_by)
+
+    def hooks(self, lm: LoadedModel, record: Any) -> Any:
+        raise AssertionError("only shared rows are read")
+
+    def heads_at(self, site: AttentionSite, scores_BH: Tensor | None) -> Tensor:
+        return ~self.rule.heads_at(site, scores_BH)
+
+
+def test_another_class_is_scored_in_a_shared_row_as_a_rule_is() -> None:
+    lm, row, rule = make_loaded("llama"), make_row(), headscan.HeadRule("output_norm_ln", -1.0)
+
+    def forward(part: SharedRow, sequences: Sequence[int]) -> None:
+        run_forward(lm.model, part.inputs(lm.device))
+
+    for ablation, expected in ((rule, 0.0), (Opposite(rule), 1.0)):
+        (result,) = read_shared_row(find_blocks(lm), ablation, row, forward)
+        assert result.ablated_shares == [expected] * len(row.endings)
 
 
 @pytest.mark.parametrize(("prefix", "endings"), [((), ((1,),)), ((1,), ()), ((1,), ((2,), ()))])
