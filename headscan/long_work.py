@@ -62,8 +62,8 @@ def unseen_steps(title: str, total: int, unit: str) -> Iterator[Callable[[], obj
 
 @dataclass(frozen=True)
 class LongWork:
-    """What all measurements of a long job share: ``known`` numbers, to which they add new ones, and functions that show
-    steps and say lines about the measurements.
+    """The shared state of a long job's measurements: ``known`` holds the numbers, old and new; ``steps`` shows
+    progress, and ``say`` prints lines.
     """
 
     known: KnownNumbers = field(default_factory=KnownNumbers)

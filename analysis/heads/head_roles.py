@@ -38,8 +38,8 @@ class RoleVerdicts:
 
 @dataclass(frozen=True)
 class HeadRoles:
-    """The roles of one model's heads at one site, in the order of `ROLES`, and those that no run measured; ``model`` is
-    the row in ``runs`` of its newest run, and ``runs`` are the rows that measured a role.
+    """The roles of one model's heads at one site: ``found`` in the order of `ROLES`, and ``missing``, which no run
+    measured. ``model`` is the row in ``runs`` of the model's newest run; ``runs`` are the rows that measured a role.
     """
 
     site: str

@@ -250,7 +250,7 @@ def check_model(
     grid: Sequence[Mapping[str, Any]] | None = None,
 ) -> None:
     """Raise PlanError if a plan was made for another model. ``grid`` has one mapping per attention site, as in
-    ``runs.grid``; only self-attention is compared. None skips any of the arguments.
+    ``runs.grid``; only self-attention is compared. An argument of None is not compared.
     """
     compared = False
     shape = [tuple(getattr(layer, name) for name in _SHAPE) for layer in plan.model.layers]

@@ -24,7 +24,9 @@ class SlidingLayers:
 
 
 def sliding_layers(plan: HeadPlan) -> SlidingLayers:
-    """Return the fields of ``config.json`` for a plan; raise PlanError if they cannot state it."""
+    """Return the fields of ``config.json`` for a plan. Raise PlanError if these fields cannot express the plan: they
+    hold one window for whole layers, without first tokens.
+    """
     windows = _windows(plan, "layer types")
     if bounded := [layer.layer for layer in plan.model.layers if layer.type == "sliding"]:
         raise PlanError(
@@ -59,7 +61,9 @@ class CacheWindows:
 
 
 def cache_windows(plan: HeadPlan) -> CacheWindows:
-    """Return the arguments of TensorRT-LLM's ``KvCacheConfig`` for a plan; raise PlanError if they cannot state it."""
+    """Return the arguments of TensorRT-LLM's ``KvCacheConfig`` for a plan. Raise PlanError if these arguments cannot
+    express the plan: they hold one window for each whole layer, and one number of first tokens.
+    """
     model, windows = plan.model, _windows(plan, "KvCacheConfig")
     if len(model.layers) != model.num_layers:
         layer = min(set(range(model.num_layers)) - {each.layer for each in model.layers})

@@ -475,8 +475,8 @@ def upgrade(
 def migrate(
     connection: duckdb.DuckDBPyConnection, path: Path, version: int, steps: Mapping[int, Sequence[str]] = STEPS
 ) -> None:
-    """Create missing tables and columns, rename columns, and create all views, functions and comments; delete summaries
-    without a score that is new.
+    """Create missing tables and columns, rename columns that have a new name, and replace all views, functions and
+    comments; delete summaries that lack a new score.
     """
     present = definitions(connection)
     statements = _drop_statements(present, functions(connection))

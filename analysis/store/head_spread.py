@@ -235,7 +235,7 @@ def summarised(
 ) -> tuple[Spread, np.ndarray] | None:
     """Return the summary of a measure and the bits of the (head, sequence) beyond its threshold; None without values.
     ``long`` are the sequences that ``long_mean`` averages; ``far`` are the tokens of the sequences, and those that have
-    distant keys, for ``far_mean``. None leaves out either mean.
+    distant keys, for ``far_mean``. Without ``long`` or ``far`` its mean is left out.
     """
     score = SCORES.get(name)
     spread = Spread.empty(values.heads, scored=score is not None, far=far is not None)

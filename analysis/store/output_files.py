@@ -70,7 +70,7 @@ def write_text(path: str | Path, text: str) -> Path:
 
 
 def file_system(path: str | Path) -> tuple[AbstractFileSystem, str]:
-    """Return the file system of a path or URL, and the path in it; raise StoreError without a driver of fsspec."""
+    """Return the file system of a path or URL, and the path in it; raise StoreError if fsspec has no driver."""
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
 

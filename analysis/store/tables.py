@@ -269,7 +269,7 @@ MEASURED_UNITS = Table(
 #: `connection` upgrades older stores, after a backup if a step changes rows, so new columns of old tables must be
 #: nullable. Views and functions need no version: a store in which they differ gets them again. A new statistic or
 #: profile needs none either, because views show it, and its column comes with them. A view or column that goes needs
-#: one, and a step that drops it; a column with a new name stands in `RENAMED`.
+#: one, and a step that drops it; a renamed column needs an entry in `RENAMED`.
 SCHEMA_VERSION = 15
 
 #: Columns that had another name before schema 15: table, name and old name.

@@ -150,11 +150,12 @@ def is_within(loss: Increase | None, max_loss: float) -> bool:
 
 
 def texts_needed(loss: Increase | None, max_loss: float, comparisons: int = 1) -> int | None:
-    """Return the number of texts with which a rise of the loss that is not shown to be within its limit is shown to be,
-    in four of five cases, if this increase and the spread of the texts are the true ones: the interval narrows with the
-    root of their number. `MIN_TEXTS_IN_LIMIT` at least, and if the spread is unknown, because the texts are too few for
-    an interval. None if no number is known to help: the increase itself is at or above the limit, however few the
-    texts, or unknown. ``comparisons`` is the number of arms or kinds of savings for which the interval is widened.
+    """Return the number of texts that would show, in four of five cases, that a rise of the loss is within its limit.
+
+    The increase and the spread of the texts are assumed to be the true ones; the interval then narrows with the root of
+    the number. The number is at least `MIN_TEXTS_IN_LIMIT`, and exactly that if the texts are too few for an interval.
+    None if no number is known to help: the increase is unknown, or is itself at or above the limit. ``comparisons`` is
+    the number of arms or kinds of savings for which the interval is widened.
     """
     if loss is None:
         return None

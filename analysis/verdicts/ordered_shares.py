@@ -39,7 +39,7 @@ class ShareVerdict:
         accuracy: Comparison on the benchmark; None if the loss ended the test.
         recall_unknown: What of recall was not judged, and why; empty if all of it was, or if the loss ended the test.
         texts_needed: Number of texts that would show the loss of an open share to be within its limit; 0 if no number
-            is known to, None if these texts are enough, or if the loss was not measured.
+            is known to help, None if these texts are enough, or if the loss was not measured.
     """
 
     name: str

@@ -186,8 +186,8 @@ class PairedDifference:
         return few_differ(self.texts_differ)
 
     def questions_needed(self, comparisons: int = 1) -> int:
-        """Return the number of questions that would show an arm without loss to be removable, in four of five cases;
-        these may be enough.
+        """Return the number of questions that would show an arm without loss to be removable, in four of five cases.
+        The number may be smaller than `questions`.
 
         The arm is assumed to change as many answers as this one, in both directions alike: the more it changes, the
         more questions are needed. For example, with one question per text and one comparison, an arm that changes 10 %

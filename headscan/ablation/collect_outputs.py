@@ -157,7 +157,7 @@ def _visit(
     batch_tokens: int,
     visit: Callable[[Tensor, AttentionSite, Tensor], None],
 ) -> None:
-    """Show the lengths of the sequences of all passes, the sites and the heads' outputs."""
+    """Call ``visit`` in every pass with the lengths of its sequences, each site, and its heads' outputs."""
     causal = all(site.causal for site in lm.grid.sites) and not lm.is_encoder_decoder
     rows = max(1, batch_tokens // ids.shape[1])
     for part, lengths_B in zip(ids.split(rows), real.split(rows), strict=True):

@@ -62,7 +62,7 @@ class InterventionRecord:
 
     @property
     def zeroed(self) -> Tensor | None:
-        """The same heads as `ablated`, by the name that scripts for zero ablation use: bool (B, L, H)."""
+        """Another name of `ablated`: bool (B, L, H)."""
         return self.ablated
 
     @property
@@ -261,8 +261,8 @@ class Intervention(ABC):
 
     @property
     def uses_headscan_kernels(self) -> bool:
-        """True if attention is computed by headscan's kernels, which round differently from the model's own, or if the
-        arm is a control of one whose attention is.
+        """True if headscan's kernels, which round differently from the model's own, compute the attention of this
+        intervention, or of the one that it is a control of.
         """
         return not self.fixed
 

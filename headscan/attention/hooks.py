@@ -327,8 +327,8 @@ def attention_hook(lm: LoadedModel, visitor: AttentionVisitor) -> Iterator[None]
 
 @contextmanager
 def visited_attention(model: PreTrainedModel, grid: HeadGrid, visitor: AttentionVisitor) -> Iterator[None]:
-    """Show every attention call to ``visitor``. `attention_hook` does so for a loaded model, discovery for a model
-    that it is about to load.
+    """Show every attention call to ``visitor``. Use `attention_hook` for a loaded model; discovery calls this
+    before there is a `LoadedModel`.
     """
     if not grid.sites:
         yield  # some layers of a hybrid

@@ -93,7 +93,7 @@ def gate_gradients(
 ) -> Tensor:
     """Return the derivatives of each sequence's mean loss by the gates of KV heads, all gates at one value: float32 (B,
     heads), in nats per scored token, on the CPU. A gate of 1 is the full cache, 0 the window. The ids (B, N) are padded
-    on the right; of each sequence the last ``scored`` tokens count, None: all but the first.
+    on the right. ``scored`` is the number of last tokens of each sequence that count; None counts all but the first.
     """
     find_blocks(lm)  # it runs another batch, which would not fit the gates
     loss = NextTokenLoss.of(ids, lengths, scored)

@@ -386,7 +386,7 @@ class _Layout(NamedTuple):
 
 
 def _token_indices(starts: Sequence[int], lengths_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Return indices (R, T) of tokens that follow each other, padded with the last one, and which are no padding."""
+    """Return indices (R, T) of consecutive tokens, padded with the last one, and a mask that is False at padding."""
     step = torch.arange(int(lengths_R.max())).expand(len(starts), -1)
     last = lengths_R[:, None] - 1
     return torch.tensor(starts)[:, None] + step.minimum(last), step <= last

@@ -310,7 +310,7 @@ class _Collector:
         return stacked
 
     def _refuse_nonfinite(self, stacked: dict[str, Tensor]) -> None:
-        # A sum that is finite spares the search; that of NaN for heads that a layer lacks is not.
+        # A finite sum proves that all values are finite. Layers with fewer heads hold NaN, so their sum proves nothing.
         if all(math.isfinite(float(values.sum())) for values in stacked.values()):
             return
         first = first_nonfinite(find_nonfinite(self.lm.grid, stacked, *self.lengths))

@@ -90,7 +90,9 @@ def read_weight(module: nn.Module) -> Tensor:
 
 
 def turned(module: nn.Module, weight: Tensor) -> Tensor:
-    """Return a weight of a projection as (E, F), or one of (E, F) as the module has it: a Conv1D has the transpose."""
+    """Convert a projection's weight between the module's layout and (E, F), in either direction: a Conv1D stores the
+    transpose.
+    """
     return weight.T if isinstance(module, Conv1D) else weight
 
 

@@ -84,7 +84,7 @@ def allocate_ranked(
 Counts = Mapping[int, int]
 
 
-class SelectionStep:
+class SelectionStage:
     """The best choices around a model with some units removed, ``before``, with the sums of all layers. Each layer is
     chosen again, given what the other layers lack. Its damage is measured for the numbers of units that the wanted
     choices use and for their neighbours alone.
@@ -193,7 +193,7 @@ class RepairedDamage:
 
 
 def best_nearby(
-    stage: SelectionStep,
+    stage: SelectionStage,
     counts: Counts,
     damage: Callable[[tuple[Head, ...]], float],
     tries: int,
@@ -302,7 +302,7 @@ class HeadSelection:
         self._unit: Unit = unit
         self.units = find_units(lm.grid, unit)
         self._allowed = allowed
-        self._stages: list[SelectionStep] = []
+        self._stages: list[SelectionStage] = []
         self._chosen: dict[int, tuple[Head, ...]] = {}
 
     @property
@@ -382,7 +382,7 @@ class HeadSelection:
         steps = (b - a for numbers in self._allowed.values() for a, b in pairwise(sorted(numbers)))
         return max(steps, default=1)
 
-    def _next_stage(self) -> SelectionStep:
+    def _next_stage(self) -> SelectionStage:
         """Measure the damage of further units on the repaired model."""
         units = self._most if self._stages else 0
         share = self._config.next_share if units else self._config.first_share
@@ -403,7 +403,7 @@ class HeadSelection:
                     self._lm, texts, removed, RepairConfig(("o", "down")), all_layers=True, progress=done
                 )
             moments = layer_moments(self._lm, texts, before.edits, self._work.steps)
-        return SelectionStep(
+        return SelectionStage(
             self._lm, moments, self._original.divergence, self.units, before, more, self._work, self._allowed
         )
 

@@ -158,8 +158,9 @@ class ValueRepair:
         steps: int,
     ) -> dict[str, Tensor]:
         """Return the value projection that brings the attention's outputs closest to targets; nothing if none does.
-        Call it in the context of the layer's other edits, the starting point. The batches ``fitting`` find the
-        direction of the change in some steps of conjugate gradients, and ``judging`` its length, from none to all.
+        Call it in the context of the layer's other edits, the starting point. The batches ``fitting`` give the
+        direction of the change, in ``steps`` steps of conjugate gradients; the batches ``judging`` choose the share of
+        the change that is applied, 0 to 1.
         """
         name = f"{self.path}.weight"
         start = weights[name] if name in weights else read_weight(blocks.lm.module(self.path)).float()

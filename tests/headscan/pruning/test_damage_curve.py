@@ -10,7 +10,7 @@ from headscan.grid import Head
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.damage_curve import DamageCurve, layer_moments
 from headscan.pruning.edited_model import NO_EDITS, Divergence
-from headscan.pruning.head_selection import SelectionStep, find_units
+from headscan.pruning.head_selection import SelectionStage, find_units
 from headscan.pruning.repair import RepairConfig, Repaired, repaired_model
 from tests.headscan.pruning.texts import random_texts
 from tests.small_models import make_loaded
@@ -43,11 +43,11 @@ def test_a_stage_finds_what_measuring_everything_finds(architecture: str) -> Non
     texts = random_texts(lm)
     original = Repaired(NO_EDITS, {})
     divergence = Divergence(lm, texts)
-    first = SelectionStep(lm, layer_moments(lm, texts), divergence, find_units(lm.grid, "head"), original, 5)
+    first = SelectionStage(lm, layer_moments(lm, texts), divergence, find_units(lm.grid, "head"), original, 5)
     assert [first.heads(first.choose(n)) for n in range(6)] == _cheapest(lm, original, 5)
     before = repaired_model(lm, texts, first.heads(first.choose(5)), RepairConfig(("o",)), all_layers=True)
     moments = layer_moments(lm, texts, before.edits)
-    further = SelectionStep(lm, moments, divergence, find_units(lm.grid, "head"), before, 3)
+    further = SelectionStage(lm, moments, divergence, find_units(lm.grid, "head"), before, 3)
     assert [further.heads(further.choose(n)) for n in range(4)] == _cheapest(lm, before, 3)
 
 
@@ -61,7 +61,7 @@ def test_few_numbers_are_measured() -> None:
             return super().of_layers(candidates, below)
 
     divergence = Counting(lm, texts)
-    SelectionStep(
+    SelectionStage(
         lm, layer_moments(lm, texts), divergence, find_units(lm.grid, "head"), Repaired(NO_EDITS, {}), 3
     ).choose(3)
     everything = 2 * sum(min(3, site.num_attention_heads) for site in lm.grid.sites)

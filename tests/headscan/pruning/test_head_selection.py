@@ -23,7 +23,7 @@ from headscan.pruning.head_selection import (
     HeadSelection,
     RepairedDamage,
     SelectionConfig,
-    SelectionStep,
+    SelectionStage,
     best_nearby,
 )
 from headscan.pruning.repair import RepairConfig, Repaired, repair
@@ -132,13 +132,13 @@ def test_no_choice_nearby_is_better(lm: LoadedModel) -> None:
     assert all(damage(stage.heads(other)) >= damage(searched) for other in stage.near(counts))
 
 
-def _first_stage(lm: LoadedModel, texts: Calibration) -> SelectionStep:
+def _first_stage(lm: LoadedModel, texts: Calibration) -> SelectionStage:
     """Return the stage of at most five heads."""
     moments, divergence = layer_moments(lm, texts), Divergence(lm, texts)
-    return SelectionStep(lm, moments, divergence, find_units(lm.grid, "head"), Repaired(NO_EDITS, {}), 5)
+    return SelectionStage(lm, moments, divergence, find_units(lm.grid, "head"), Repaired(NO_EDITS, {}), 5)
 
 
-def _all_counts(stage: SelectionStep, total: int) -> list[Counts]:
+def _all_counts(stage: SelectionStage, total: int) -> list[Counts]:
     measured = [[n for n in range(total + 1) if curve.is_measured(n)] for curve in stage.curves.values()]
     return [dict(zip(stage.curves, each, strict=True)) for each in product(*measured) if sum(each) == total]
 
