@@ -44,7 +44,7 @@ def text_table(
     the first row; ``keep`` are those to keep longest if the terminal is too narrow, and None prints all columns.
     """
     names = list(names if names is not None else rows[0] if rows else [])
-    cells = {name: [_text(row[name]) for row in rows] for name in names}
+    cells = {name: [_cell_text(row[name]) for row in rows] for name in names}
     titles = {name: printable(name) for name in names}
     widths = {name: max(map(len, [titles[name], *cells[name]])) for name in names}
     note = ""
@@ -74,7 +74,7 @@ def text_table(
 def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return rows as an HTML table; its columns are those of the first row."""
     lines = [list(rows[0]) if rows else [], *(row.values() for row in rows)]
-    head, *body = ("".join(f"<td>{escape(_text(value))}</td>" for value in line) for line in lines)
+    head, *body = ("".join(f"<td>{escape(_cell_text(value))}</td>" for value in line) for line in lines)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(f'<tr>{row}</tr>' for row in body)}</tbody></table>"
 
 
@@ -93,7 +93,7 @@ def table_cells(
     ]
 
 
-def _text(value: Any) -> str:
+def _cell_text(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, bool):

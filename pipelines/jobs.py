@@ -20,6 +20,7 @@ from headscan.analysis.plans import HeadPlan as HeadPlan
 from headscan.analysis.plans import KVBytes as KVBytes
 from headscan.analysis.plans import WindowHeads as WindowHeads
 from headscan.analysis.plans import WindowShare as WindowShare
+from headscan.analysis.store.records import ArmKind as ArmKind
 from headscan.analysis.verdicts.confirmation import SweepChoice as SweepChoice
 from headscan.analysis.verdicts.criterion_points import SitePoint as SitePoint
 from headscan.analysis.verdicts.decision import Outcome as Outcome

@@ -294,7 +294,7 @@ def load_plan(path: str | Path) -> HeadPlan:
         PlanError: Missing, not a regular file, not a head plan, of another version, or damaged.
     """
     try:
-        data = json.loads(_text(Path(path)))
+        data = json.loads(_text_of_file(Path(path)))
     except OSError as error:
         raise PlanError(f"cannot read {path} ({error.strerror}). Name a plan that `headscan plan` wrote") from error
     except RecursionError as error:
@@ -316,7 +316,7 @@ def load_plan(path: str | Path) -> HeadPlan:
         raise PlanError(f"{path}: {error}") from error
 
 
-def _text(path: Path) -> str:
+def _text_of_file(path: Path) -> str:
     """Return the text of a regular file."""
     facts = path.stat()
     if not S_ISREG(facts.st_mode) and not path.is_dir():  # reading a folder gives the system's own words

@@ -256,7 +256,7 @@ def damage_scores(
             them, and each layer counts once. ``chosen`` and ``recents`` name all KV heads of a layer, too.
     """
     arrays = {"text": text, "recall": recall, "confirmed_text": confirmed_text, "confirmed_recall": confirmed_recall}
-    tables = {name: _table(model, name, values) for name, values in arrays.items() if values is not None}
+    tables = {name: _values_by_head(model, name, values) for name, values in arrays.items() if values is not None}
     places = sorted(tables["text"])
     require_candidates(model, places, _UNMEASURED)
     if "recall" in tables and sorted(tables["recall"]) != places:
@@ -341,7 +341,7 @@ def _check_equal_in_layers(
                 )
 
 
-def _table(model: PlannedModel, name: str, values: np.ndarray) -> dict[KVHead, float]:
+def _values_by_head(model: PlannedModel, name: str, values: np.ndarray) -> dict[KVHead, float]:
     """Return the known values of an array by (layer, KV head)."""
     shape = (model.num_layers, max(layer.num_key_value_heads for layer in model.layers))
     if values.shape != shape:

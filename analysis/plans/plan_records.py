@@ -83,7 +83,7 @@ class PlanRecord:
 
     @model_validator(mode="wrap")
     @classmethod
-    def _check(cls, data: Any, checked: Callable[[Any], Any]) -> Any:
+    def _checked_record(cls, data: Any, checked: Callable[[Any], Any]) -> Any:
         # `fields` takes several times as long, and a plan has thousands of records.
         names = list(cls.__dataclass_fields__)  # type: ignore[attr-defined]
         if isinstance(data, dict) and (odd := set(names) ^ set(data)):

@@ -171,12 +171,12 @@ def _recall_points(
                 for a, b in zip(x, y, strict=True)
             ],
         },
-        hovertext=[_text(arm, recall) for arm, recall in members],
+        hovertext=[_hover_text(arm, recall) for arm, recall in members],
         hoverinfo="text",
     )
 
 
-def _text(arm: ArmVerdict, recall: RecallVerdict) -> str:
+def _hover_text(arm: ArmVerdict, recall: RecallVerdict) -> str:
     p, r = arm.paired, recall.paired
     return (
         f"{escape(arm.name)}<br>benchmark {p.interval.words(unit=' points')}"

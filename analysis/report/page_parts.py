@@ -164,8 +164,8 @@ def html_page(title: str, parts: Iterable[str], data: str | None) -> str:
         "page.html.j2",
         title=_shown(title),
         policy=Markup(_POLICY),
-        style=Markup(_text("style.css")),
-        scripts=[Markup(_text(name)) for name in _SCRIPTS],
+        style=Markup(_file_text("style.css")),
+        scripts=[Markup(_file_text(name)) for name in _SCRIPTS],
         parts=html,
         data=None if data is None else Markup(data),
         plotly=Markup(compressed(get_plotlyjs().encode())) if plotted else None,
@@ -177,7 +177,7 @@ def compressed(content: bytes) -> str:
     return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode()
 
 
-def _text(name: str) -> str:
+def _file_text(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8")
 
 

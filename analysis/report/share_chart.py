@@ -177,7 +177,7 @@ def pruning_figure(points: Sequence[ArmPoint]) -> go.Figure:
     differ = len({point.selection for point in points}) > 1
     members: dict[str, list[ArmPoint]] = defaultdict(list)
     for point in sorted(points, key=lambda point: point.arm.is_control):
-        members[f"{_name(point)}, {point.selection}" if differ else _name(point)].append(point)
+        members[f"{_curve_name(point)}, {point.selection}" if differ else _curve_name(point)].append(point)
     lines = {}
     for place, (name, own) in enumerate(members.items()):  # the controls are last
         arm = own[0].arm
@@ -189,7 +189,7 @@ def pruning_figure(points: Sequence[ArmPoint]) -> go.Figure:
     return share_chart(_arm_panels(lines, "heads removed, %", "of heads removed", start=True))
 
 
-def _name(point: ArmPoint) -> str:
+def _curve_name(point: ArmPoint) -> str:
     if point.arm.kind is ArmKind.LAYERS_DROPPED:
         return "whole attention layers dropped (control)"
     return "random heads (control)" if point.arm.is_random else point.method

@@ -239,12 +239,12 @@ def rows(
     try:
         for name, table in (tables or {}).items():
             connection.register(name, table)
-        return _interruptible(connection, lambda: _read(connection, sql, parameters))
+        return _interruptible(connection, lambda: _result_table(connection, sql, parameters))
     except duckdb.Error as error:
         raise refusal(error) from error
 
 
-def _read(connection: duckdb.DuckDBPyConnection, sql: str, parameters: Sequence[Any] | None) -> pa.Table:
+def _result_table(connection: duckdb.DuckDBPyConnection, sql: str, parameters: Sequence[Any] | None) -> pa.Table:
     relation = connection.sql(sql, params=parameters) if parameters else connection.sql(sql)
     return pa.table({}) if relation is None else relation.to_arrow_table()
 

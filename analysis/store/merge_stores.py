@@ -124,7 +124,7 @@ def _copy(
 ) -> None:
     """Copy the rows of tables in one transaction, after the statements ``first``."""
     with source.reading():
-        tables = {name: _rows(source, name, where) for name, where in wheres.items()}
+        tables = {name: _rows_where(source, name, where) for name, where in wheres.items()}
     with into.merge_transaction() as connection:
         for statement, parameters in first:
             connection.execute(statement, parameters)
@@ -132,7 +132,7 @@ def _copy(
             _insert(connection, name, rows)
 
 
-def _rows(store: Store, table: str, where: _Where) -> pa.Table:
+def _rows_where(store: Store, table: str, where: _Where) -> pa.Table:
     return store.query(f"SELECT {', '.join(TABLES[table].names)} FROM {table} WHERE {where[0]}", where[1])
 
 
@@ -167,7 +167,7 @@ class _RunMerge:
             arms, our_arms = (store.query(_ARMS, [self._run_id]).to_pylist() for store in (self._source, self._into))
             for row in self._contradicting("measured_units", ["unit", "what"], of_run):
                 raise self._contradiction(f"unit {row['unit']} ({row['what']}) has other numbers")
-            units = _rows(self._source, "measured_units", of_run)
+            units = _rows_where(self._source, "measured_units", of_run)
             missing = {table.name: of_run for table in self._missing(_OF_RUN, of_run)}
             if not self._by_shard and not (our_arms or arms):  # other results follow from shards or arms
                 for table in _OF_RUN:
@@ -175,7 +175,7 @@ class _RunMerge:
                         raise self._contradiction(f"other rows of {table.name}")
             if modes := sorted(self._modes(self._source) - self._modes(self._into)):
                 missing["head_effects"] = ("run_id = ? AND mode IN (SELECT unnest(?))", [self._run_id, modes])
-            schema = _rows(self._source, "runs", ("false", [])).schema
+            schema = _rows_where(self._source, "runs", ("false", [])).schema
         if self._ours is None:
             begun = {**self._theirs, "status": "running", "writer": this_process(), "finished_at": None}
             with self._into.merge_transaction() as connection:
@@ -187,7 +187,7 @@ class _RunMerge:
         tables = dict[str, pa.Table]()
         if missing:
             with self._source.reading():
-                tables = {name: _rows(self._source, name, where) for name, where in missing.items()}
+                tables = {name: _rows_where(self._source, name, where) for name, where in missing.items()}
         with self._into.merge_transaction() as connection:
             _insert(connection, "measured_units", units, "OR IGNORE ")
             for name, rows in tables.items():
@@ -289,7 +289,7 @@ class _RunMerge:
             if tables:
                 _copy(self._source, self._into, {table.name: where for table in tables})
         if open_arms:
-            responses = _rows(self._source, "responses", ("arm_id IN (SELECT unnest(?))", [open_arms]))
+            responses = _rows_where(self._source, "responses", ("arm_id IN (SELECT unnest(?))", [open_arms]))
             with self._into.merge_transaction() as connection:
                 _insert(connection, "responses", responses, "OR IGNORE ")
         return added

@@ -129,7 +129,7 @@ class SiteRows:
         key = (name, rows.start, rows.stop)
         if key not in self._held:
             self._held = {kept: held for kept, held in self._held.items() if kept[0] in keep and kept[1:] == key[1:]}
-            self._held[key] = self._read(name, rows)
+            self._held[key] = self._values_of(name, rows)
         return self._held[key]
 
     def layer_means(self, name: str) -> np.ndarray:
@@ -143,7 +143,7 @@ class SiteRows:
             self._layer_means = {name: np.array(means)}
         return self._layer_means[name]
 
-    def _read(self, name: str, rows: slice) -> np.ndarray:
+    def _values_of(self, name: str, rows: slice) -> np.ndarray:
         heads = self.heads
         count, width = rows.stop - rows.start, heads.index.shape[1]
         values = np.full((count, self.sequences), np.nan, dtype=np.float32)
@@ -202,7 +202,7 @@ class StoredMeasure:
         #: A ratio is DOUBLE in the store, a plain number REAL.
         self.ratio = below is not None
         #: The statistics whose values are in memory together.
-        self._read = self.statistics[:1] if score is not None and score.over == "layer" else self.statistics
+        self._values_of = self.statistics[:1] if score is not None and score.over == "layer" else self.statistics
 
     def values(self, threads: ThreadPoolExecutor) -> MeasureValues:
         """Return the values, which ``threads`` compute."""
@@ -236,8 +236,8 @@ class StoredMeasure:
         means = None
         if self._score is not None and self._score.over == "layer":
             means = iter(self._rows.layer_means(self.statistics[-1]))
-        for part in self._rows.parts(len(self._read)):
-            columns = [self._rows.read(name, part, self._read) for name in self._read]
+        for part in self._rows.parts(len(self._values_of)):
+            columns = [self._rows.read(name, part, self._values_of) for name in self._values_of]
             layers = []
             for layer in part:
                 cut = slice(layer.start - part[0].start, layer.stop - part[0].start)

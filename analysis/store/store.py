@@ -170,7 +170,7 @@ class Store:
         # Only rows were written. A process that writes between the closing and this line has checked the store itself.
         self._checked.remember(self.path)
 
-    # Scans
+    # Runs and shards
 
     def begin_run(self, run: RunRecord, *, resume_anyway: bool = False, extends: bool = False) -> RunState:
         """Begin a run, or resume the one with the same kind and fingerprint; a missing store is created. The shards in

@@ -230,7 +230,7 @@ ROLES: dict[str, Role] = {
 }
 
 
-def _rows(role: Role) -> str:
+def _role_rows(role: Role) -> str:
     """Return SQL for the rows of one role; the cast to REAL, as stored, lets a number equal the threshold."""
     return f"""
         SELECT {_HEAD}, {literal(role.name)} AS role, value::DOUBLE AS value, key_offset,
@@ -243,7 +243,7 @@ def _rows(role: Role) -> str:
 
 _HEAD_ROLES = f"""
     SELECT run_id, model, site, layer, head, role, value, key_offset, comparison, threshold, holds, source
-    FROM ({" UNION ALL ".join(_rows(role) for role in ROLES.values())}) JOIN runs USING (run_id)
+    FROM ({" UNION ALL ".join(_role_rows(role) for role in ROLES.values())}) JOIN runs USING (run_id)
 """
 
 ROLE_VIEWS = {

@@ -295,7 +295,7 @@ class SweepConfirmation:
             for kind, kind_curves in curves.items()
         }
         arms = [*self._scored, *(arm for kind_curves in ranked.values() for curve in kind_curves for arm in curve)]
-        rows = self._rows(arms, SELECTION)
+        rows = self._rows_of_part(arms, SELECTION)
         differences = differences_by_arm(rows)
         verdicts = (arm_verdict(arm, differences.get(arm.arm_id, {})) for arm in arms)
         judged = {verdict.name: verdict for verdict in verdicts if verdict.accuracy is not None}
@@ -342,7 +342,7 @@ class SweepConfirmation:
         randoms = {control for arm in best for control in controls_of(arm, self._arms)}
         randoms |= {arm for kind_randoms in selected.randoms.values() for arm, _ in kind_randoms}
         controls = [arm for arm in self._arms if arm in randoms]
-        rows = [row | {"selected": True} for row in self._rows(best, CONFIRMATION)]
+        rows = [row | {"selected": True} for row in self._rows_of_part(best, CONFIRMATION)]
         points = self._points(controls) | benchmark_points(differences_by_arm(rows))
         rows += [
             row | {"selected": False}
@@ -444,7 +444,7 @@ class SweepConfirmation:
                 curves[arm.replacement, arm.seed][round(arm.share, 9)] = arm
         return [list(curve.values()) for curve in curves.values() if curve.keys() == shares]
 
-    def _rows(self, arms: Sequence[FinishedArm], part: str) -> list[dict[str, Any]]:
+    def _rows_of_part(self, arms: Sequence[FinishedArm], part: str) -> list[dict[str, Any]]:
         """Return the rows of ``split_verdicts`` of arms on one part; those that the store lacks are computed."""
         arm_ids = {arm.arm_id for arm in arms}
         rows = complete_rows([row for row in self._recorded if row["part"] == part and row["arm_id"] in arm_ids])

@@ -114,7 +114,7 @@ def read_curves(store: Store, run_id: str, unrecorded: Sequence[Mapping[str, Any
     return [
         Curve(
             **row | {"kind": ArmKind(row["kind"])},
-            name=_name(
+            name=_curve_name(
                 ArmKind(row["kind"]), row["criterion"], row["selection"] if len(selections[row["kind"]]) > 1 else None
             ),
             points=tuple(points[row["kind"], row["criterion"], row["selection"]]),
@@ -123,7 +123,7 @@ def read_curves(store: Store, run_id: str, unrecorded: Sequence[Mapping[str, Any
     ]
 
 
-def _name(kind: ArmKind, criterion: str | None, selection: str | None) -> str:
+def _curve_name(kind: ArmKind, criterion: str | None, selection: str | None) -> str:
     chosen_by = criterion or ("random" if kind.is_random else kind)
     return chosen_by if selection is None else f"{chosen_by}, {selection}"
 

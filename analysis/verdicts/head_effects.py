@@ -415,7 +415,7 @@ def record_effects(store: Store, run_id: str) -> list[HeadEffect]:
     each = [arm_id for arm_id, arm in arms.items() if arm["mode"] == EACH]
     if each:
         rows = each_effect(outcomes, read_arms(store, baseline, outcomes, each))
-        effects += [_row(arms[arm_id], outcomes, rows[arm_id]) for arm_id in each]
+        effects += [_head_effect(arms[arm_id], outcomes, rows[arm_id]) for arm_id in each]
     others = [arm_id for arm_id, arm in arms.items() if arm["mode"] == ALL_BUT_ONE]
     if others:
         values = read_arms(store, baseline, outcomes, others)
@@ -423,7 +423,7 @@ def record_effects(store: Store, run_id: str) -> list[HeadEffect]:
         for arm_id in others:
             layers[arms[arm_id]["site"], arms[arm_id]["layer"]][arm_id] = values[arm_id]
         best = best_of_each(outcomes, layers)
-        effects += [_row(arms[arm_id], outcomes, effect) for arm_id, effect in best.values()]
+        effects += [_head_effect(arms[arm_id], outcomes, effect) for arm_id, effect in best.values()]
     if not effects:
         raise EffectError(f"run {run_id} has 0 finished arms of heads (limit 1). Run `headscan ablate`")
     table = pa.Table.from_pylist([{"run_id": run_id, **asdict(effect)} for effect in effects])
@@ -454,7 +454,7 @@ def rank_effects(store: Store, run_id: str, *, site: str = "self", descending: b
     return ranked if descending is None else sorted(ranked, key=lambda head: head.effect, reverse=descending)
 
 
-def _row(arm: Mapping[str, Any], outcomes: PairedOutcomes, judged: TableEffect) -> HeadEffect:
+def _head_effect(arm: Mapping[str, Any], outcomes: PairedOutcomes, judged: TableEffect) -> HeadEffect:
     numbers = judged.effect._asdict()
     numbers |= {name: None for name in ("standard_error", "low", "high") if not isfinite(numbers[name])}
     return HeadEffect(**arm, metric=outcomes.metric, **numbers, q_value=judged.q_value, confirmed=judged.confirmed)

@@ -89,7 +89,7 @@ def rows_of_arm(answers: AnswerSheets, baseline: FinishedArm, arm: FinishedArm) 
     rows = []
     for scope in answers.scopes:
         paired = answers.compare(scope, answers.correct[baseline.arm_id], answers.correct[arm.arm_id])
-        rows.append(_row(arm, scope, paired))
+        rows.append(_verdict_row(arm, scope, paired))
     # Verdicts follow from the numbers of the rows, so that rounding cannot make stored and computed ones differ.
     differences = {Scope(row["task"], row["recall"]): _difference(row) for row in rows}
     tasks = task_verdicts(differences)
@@ -126,7 +126,7 @@ _RETAINED_SHARES = {"retained": "value", "retained_low": "low", "retained_high":
 _EQUAL_COLUMNS = ("questions", "gained", "lost", "p_value")
 
 
-def _row(arm: FinishedArm, scope: Scope, paired: PairedDifference) -> dict[str, Any]:
+def _verdict_row(arm: FinishedArm, scope: Scope, paired: PairedDifference) -> dict[str, Any]:
     """Return the row of a difference, without verdicts; `_difference` reads it."""
     retained = paired.retained
     return {
@@ -141,7 +141,7 @@ def _row(arm: FinishedArm, scope: Scope, paired: PairedDifference) -> dict[str, 
 
 
 def _difference(row: Mapping[str, Any]) -> PairedDifference:
-    """Return the difference in a row, which `_row` made."""
+    """Return the difference in a row, which `_verdict_row` made."""
     retained = {name: 100 * row[column] for column, name in _RETAINED_SHARES.items() if row[column] is not None}
     # Rows of older schemas, which only count as comparisons of later verdicts, have estimates.
     questions, texts = row["questions"], row["questions"] if row["texts"] is None else row["texts"]

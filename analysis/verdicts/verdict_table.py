@@ -19,7 +19,7 @@ def verdict_text(arms: Iterable[ArmVerdict]) -> str:
     listed = [arm for arm in arms if not arm.is_control]
     if not listed:
         return ""
-    paragraphs = [_whole_model(listed[0]), text_table(_rows(listed)), verdict_notes(listed)]
+    paragraphs = [_whole_model(listed[0]), text_table(_table_rows(listed)), verdict_notes(listed)]
     return "\n\n".join(filter(None, paragraphs))
 
 
@@ -29,7 +29,7 @@ def verdict_html(arms: Iterable[ArmVerdict]) -> str:
     if not listed:
         return ""
     notes = escape(verdict_notes(listed)).replace("\n", "<br>")
-    return f"<p>{escape(_whole_model(listed[0]))}</p>{html_table(_rows(listed))}<p>{notes}</p>"
+    return f"<p>{escape(_whole_model(listed[0]))}</p>{html_table(_table_rows(listed))}<p>{notes}</p>"
 
 
 def verdict_notes(arms: Sequence[ArmVerdict]) -> str:
@@ -58,15 +58,15 @@ def _whole_model(arm: ArmVerdict) -> str:
     return f"whole model: {', '.join(numbers)}"
 
 
-def _rows(arms: Sequence[ArmVerdict]) -> list[dict[str, str]]:
+def _table_rows(arms: Sequence[ArmVerdict]) -> list[dict[str, str]]:
     """Return the cells of arms, with the same columns in each row and the verdict last."""
-    rows = [_cells(arm) for arm in arms]
+    rows = [_arm_cells(arm) for arm in arms]
     names = list(dict.fromkeys(name for row in rows for name in row if name != "verdict"))
     names += ["verdict"] * any("verdict" in row for row in rows)
     return [{name: row.get(name, "") for name in names} for row in rows]
 
 
-def _cells(arm: ArmVerdict) -> dict[str, str]:
+def _arm_cells(arm: ArmVerdict) -> dict[str, str]:
     """Return the cells of one arm by column; what was not measured has none."""
     cells = {"arm": arm.name, "heads": "" if arm.size is None else f"{arm.size:.1%}"}
     if (accuracy := arm.value(ACCURACY)) is not None:

@@ -82,7 +82,7 @@ def _loss_clause(arm: ArmResults, aspect: Aspect) -> str:
         case Aspect.ACCURACY:
             return "loses more than one point of accuracy"
         case Aspect.SINGLE_TASKS:
-            return f"loses more than one point in {_names(arm.tasks_lost)}"
+            return f"loses more than one point in {_task_names(arm.tasks_lost)}"
         case Aspect.RECALL:
             return f"loses recall ({arm.recall_lost})"
 
@@ -251,7 +251,7 @@ def _questions_words(arm: ArmResults) -> str:
     paired, half = arm.paired, " in a sweep, where half of them judge" if arm.judging_share < 1 else ""
     changed = 100 * (paired.gained + paired.lost) / paired.questions
     return (
-        f"not enough questions ({paired.questions:,}): an arm that loses nothing and changes {changed:.1f} % of the"
+        f"too few questions ({paired.questions:,}): an arm that loses nothing and changes {changed:.1f} % of the"
         f" answers needs about {about(arm.questions_needed)}{half}"
     )
 
@@ -274,10 +274,10 @@ def _tasks_at_chance(arm: ArmResults) -> str:
     guessed = [task for task in arm.tasks if not task.paired.above_chance]
     if len(arm.tasks) < 2 or not guessed:
         return ""
-    return f"The model itself is at or near chance in {_names(guessed)}, so these show nothing"
+    return f"The model itself is at or near chance in {_task_names(guessed)}, so these show nothing"
 
 
-def _names(tasks: Sequence[TaskVerdict]) -> str:
+def _task_names(tasks: Sequence[TaskVerdict]) -> str:
     """Return the names of the first tasks and the number of others."""
     unnamed = len(tasks) - _MAX_NAMED_TASKS
     others = f" and {unnamed} other task{'s' * (unnamed > 1)}" if unnamed > 0 else ""

@@ -4,8 +4,8 @@ The whole output of an ablated head is replaced, for all tokens, before the outp
 ablation names another value. Nothing is renormalised (arXiv 2504.03889, 1905.10650). "Inactive" (nothing is lost at
 zero) and "constant" (nothing is lost at the mean) are different findings, so every ablation names the value that it
 tests. Another intervention is a subclass of `Intervention` (`KvWindows` in ``headscan.kv``), of `Ablation` if it
-replaces outputs (`SiteMask` in ``masks.py``), or of `LayerwiseAblation` if the scores of a layer decide (`HeadRule` in
-``rules.py``), and an entry in ``headscan.__init__``.
+replaces outputs (`SiteMask` in ``masks.py``), or of `ScoredAblation` if the scores of a layer decide (`HeadRule` in
+``rules.py``).
 
 Shapes: B sequences, N tokens, L layers, H query heads, D width of a head's output.
 """

@@ -1,7 +1,8 @@
 """Rules: heads are ablated if their score for the input is beyond a threshold.
 
 The statistics that a score needs are measured at both hooks while a layer runs, over the real tokens, whose number
-comes from the arguments of the forward pass.
+comes from the arguments of the forward pass. `ScoredAblation` does that for every ablation that scores decide;
+`HeadRule` adds the threshold.
 
 Shapes: B sequences, N tokens, H query heads, D and Dv width of a head's output.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -38,10 +40,12 @@ class RuleStatistics:
     """The statistics ``wanted`` of one score, measured layer by layer; None measures nothing."""
 
     def __init__(self, lm: LoadedModel, score_name: str | None, widths: MassWidths | None = None) -> None:
-        if score_name is not None and lm.grid.kind == "cross":
-            raise InterventionError(
-                f"a rule cannot score cross attention: {score_name}. Use a HeadMask, or another site"
-            )
+        if score_name is not None:
+            _check_measurable(score_name)
+            if lm.grid.kind == "cross":
+                raise InterventionError(
+                    f"a rule cannot score cross attention: {score_name}. Use a HeadMask, or another site"
+                )
         self.score_name, self._widths = score_name, widths or MassWidths()
         self.wanted = statistics_for([] if score_name is None else [score_name])
         self._factors = ProjectionFactors(lm) if needs_projection(self.wanted) else None
@@ -146,13 +150,39 @@ def agreed_lengths(sources: Mapping[str, Tensor], sequences: int, tokens: int) -
     return torch.full((sequences,), tokens) if agreed is None else agreed[1]
 
 
+class ScoredAblation(LayerwiseAblation):
+    """An ablation whose heads follow, in each layer, from their scores for the input, on activations that it has
+    already changed in the layers below. A subclass has a ``label``, the score, and `heads_at`; like every
+    `Intervention` it is hashable and picklable, such as a frozen dataclass.
+
+    It measures what `collect` measures. Scores on statistics that depend on token ids (``confidence``) are refused,
+    because hooks see none.
+    """
+
+    needs_whole_input = True
+
+    @property
+    @abstractmethod
+    def scored_by(self) -> tuple[str, MassWidths]:
+        """The score, with the widths of its masses."""
+
+    @property
+    def may_share_rows(self) -> bool:
+        return super().may_share_rows and statistics_for([self.scored_by[0]]) <= JOINABLE
+
+    @contextmanager
+    def hooks(self, lm: LoadedModel, record: InterventionRecord) -> Iterator[None]:
+        # Evaluations read prompts of one prefix in one row, where `layers/shared_rows.py` asks `heads_at` instead.
+        hook = _ScoreHook(lm, self, record)
+        # Scores that need no weights use the attention hook too: it tells whole inputs from the steps of a KV cache.
+        with hook.padding.watching(), attention_hook(lm, hook.on_attention), output_hook(lm, hook.on_outputs):
+            yield
+
+
 @dataclass(frozen=True)
-class HeadRule(LayerwiseAblation):
+class HeadRule(ScoredAblation):
     """Ablates, for each input, the heads whose score is beyond a threshold. Each layer scores its heads on activations
     that the rule has already changed in the layers below (arXiv 2504.03889).
-
-    A rule measures what `collect` measures. It refuses scores on statistics that depend on token ids (``confidence``),
-    because rules see none.
 
     Attributes:
         score: Name of a score; the catalogue defines which end is inactive.
@@ -169,26 +199,15 @@ class HeadRule(LayerwiseAblation):
     threshold: float
     replacement: Replacement = ZERO
     widths: MassWidths = field(default_factory=MassWidths)
-    needs_whole_input = True
 
     def __post_init__(self) -> None:
-        find_score(self.score)
-        for name in sorted(statistics_for([self.score])):
-            if masks_read({name}):
-                raise InterventionError(
-                    f"rules measure no score on {name}, which depends on token ids, because rules see none: "
-                    f"{self.score}. Use another score, or a mask of the heads that a scan ranks by it"
-                )
+        _check_measurable(self.score)
         if isinstance(self.threshold, bool) or not isinstance(self.threshold, Real) or isnan(self.threshold):
             raise InterventionError(f"`threshold={self.threshold!r}` of {self.score} is not a number. Set `threshold`")
 
     @property
     def label(self) -> str:
         return f"rule by {self.score}"
-
-    @property
-    def may_share_rows(self) -> bool:
-        return super().may_share_rows and statistics_for([self.score]) <= JOINABLE
 
     @property
     def scored_by(self) -> tuple[str, MassWidths]:
@@ -208,25 +227,29 @@ class HeadRule(LayerwiseAblation):
             raise InterventionError(f"scores of layer {site.layer}: None. Pass scores_BH of {self.score}")
         return self.ablates(scores_BH)
 
-    @contextmanager
-    def hooks(self, lm: LoadedModel, record: InterventionRecord) -> Iterator[None]:
-        # Evaluations read prompts of one prefix in one row, where `layers/shared_rows.py` applies the rule instead.
-        hook = _RuleHook(lm, self, record)
-        # Rules that need no weights use the attention hook too: it tells whole inputs from the steps of a KV cache.
-        with hook.padding.watching(), attention_hook(lm, hook.on_attention), output_hook(lm, hook.on_outputs):
-            yield
+
+def _check_measurable(score_name: str) -> None:
+    """Raise if hooks cannot measure a score."""
+    find_score(score_name)
+    for name in sorted(statistics_for([score_name])):
+        if masks_read({name}):
+            raise InterventionError(
+                f"rules measure no score on {name}, which depends on token ids, because rules see none: "
+                f"{score_name}. Use another score, or a mask of the heads that a scan ranks by it"
+            )
 
 
-class _RuleHook:
+class _ScoreHook:
     """Scores a layer's heads from both hooks, and ablates them in the second."""
 
-    def __init__(self, lm: LoadedModel, rule: HeadRule, record: InterventionRecord) -> None:
-        rule.check_replacement(lm.grid)
-        self.rule, self.record = rule, record
-        self._replacer = OutputReplacer(rule.replacement, record)
+    def __init__(self, lm: LoadedModel, ablation: ScoredAblation, record: InterventionRecord) -> None:
+        ablation.check_replacement(lm.grid)
+        self.ablation, self.record = ablation, record
+        self._replacer = OutputReplacer(ablation.replacement, record)
         self.padding = PaddingWatch(lm)
         self._lm = lm
-        self._statistics = RuleStatistics(lm, rule.score, rule.widths)
+        self._score_name, widths = ablation.scored_by
+        self._statistics = RuleStatistics(lm, self._score_name, widths)
         self._pass_and_layer = (-1, -1)
         self._record_lengths: Tensor | None = None
         self._lengths: dict[tuple[int, int, torch.device], Tensor] = {}
@@ -245,8 +268,8 @@ class _RuleHook:
 
     def on_outputs(self, site: AttentionSite, outputs_BNHD: Tensor) -> Tensor:
         lengths = self._lengths_of(outputs_BNHD.shape[0], outputs_BNHD.shape[1], outputs_BNHD.device)
-        scores_BH = score(self._statistics.on_outputs(site, outputs_BNHD, lengths), self.rule.score)
-        ablated_BH = self.rule.heads_at(site, scores_BH)
+        scores_BH = score(self._statistics.on_outputs(site, outputs_BNHD, lengths), self._score_name)
+        ablated_BH = self.ablation.heads_at(site, scores_BH)
         self.record.note(site, ablated_BH)
         return self._replacer(site, outputs_BNHD, ablated_BH)
 

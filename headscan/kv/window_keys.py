@@ -385,7 +385,7 @@ class WindowKeys(_Buffers):
         new = (index <= last) & (index >= slot.clamp_max(self.window.sink)) & (index + starts >= C)
         source = (index + starts - C).clamp(0, P - 1)
         new = new[:, None, :, None]
-        self._buffers = _both(lambda x, old: torch.where(new, _rows(x, source), old), self._pending, self._buffers)
+        self._buffers = _both(lambda x, old: torch.where(new, _tokens_at(x, source), old), self._pending, self._buffers)
         self.tokens, self._pending = C + P, None
 
     def can_crop(self, tokens: int) -> bool:
@@ -457,7 +457,9 @@ class WindowKeys(_Buffers):
         at = self._starts_B[:, None] + torch.arange(sink, device=self._starts_B.device)
         pending = (at >= C)[:, None, :, None]
         source = (at - C).clamp(0, self.pending - 1)
-        return _both(lambda b, x: torch.where(pending, _rows(x, source), b[:, :, :sink]), self._buffers, self._pending)
+        return _both(
+            lambda b, x: torch.where(pending, _tokens_at(x, source), b[:, :, :sink]), self._buffers, self._pending
+        )
 
     def _tail(self) -> tuple[int, _Pair]:
         """Return the position of the first key of the tail, and the last stored tokens with those pending."""
@@ -471,7 +473,7 @@ class WindowKeys(_Buffers):
             at = at - self._starts_B[:, None]
         # Tokens of the sink are masked in the tail, and so is padding, whose index is negative.
         slots = torch.where(at < sink, at.clamp_min(0), sink + (at - sink).remainder(recent))
-        return C - known, _both(lambda b, x: torch.cat([_rows(b, slots), x], 2), self._buffers, self._pending)
+        return C - known, _both(lambda b, x: torch.cat([_tokens_at(b, slots), x], 2), self._buffers, self._pending)
 
 
 def _write(place_BKND: Tensor, new_BKND: Tensor, heads: Tensor | None) -> None:
@@ -490,7 +492,7 @@ def _both(change: Callable[..., Tensor], *pairs: _Pair) -> _Pair:
     return change(*keys), change(*values)
 
 
-def _rows(x_BKSD: Tensor, index_BR: Tensor) -> Tensor:
+def _tokens_at(x_BKSD: Tensor, index_BR: Tensor) -> Tensor:
     """Return tokens (B, K, R, D) by index; an index with one row holds for all."""
     if len(index_BR) == 1:
         return x_BKSD[:, :, index_BR[0]]

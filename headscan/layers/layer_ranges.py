@@ -172,7 +172,7 @@ class _Cuts:
         self._lazy_model, self._blocks, self._embedding = lazy_model, blocks, embedding
         # State that a block hides for a higher one belongs to the second text when the higher one runs.
         self._texts = (ids, ids.flip(0))
-        self._whole = WholePass(lambda: self._read(ids))
+        self._whole = WholePass(lambda: self._forward(ids))
 
     def find(self) -> tuple[bool, dict[int, str]]:
         """Return whether later layers need the embeddings, and impossible cuts."""
@@ -199,11 +199,11 @@ class _Cuts:
             with self._embedding_kept(embeds or first == 0):
                 for number, ids in enumerate(self._texts):
                     with running_range(self._blocks, first, last, hidden[number]) as range_pass:
-                        outs.append(self._read(ids))
+                        outs.append(self._forward(ids))
                     hidden[number] = range_pass.hidden_out
         return outs[0]
 
-    def _read(self, ids: Tensor) -> Tensor:
+    def _forward(self, ids: Tensor) -> Tensor:
         last: Tensor = run_forward(self._lazy_model.model, {"input_ids": ids})[0]
         return last
 
@@ -291,7 +291,7 @@ class Layers:
 
     def size(self, first: int, last: int) -> int:
         """Return the bytes of a range, including the model's ends in it."""
-        return self.lazy_model.size(self._names(first, last))
+        return self.lazy_model.size(self._weight_names(first, last))
 
     @property
     def size_outside(self) -> int:
@@ -307,12 +307,12 @@ class Layers:
 
     def read(self, first: int, last: int) -> RawTensors:
         """Read a range's weights for `load`, possibly in another thread."""
-        return self.lazy_model.read(self._names(first, last))
+        return self.lazy_model.read(self._weight_names(first, last))
 
     def load(self, first: int, last: int, raw: RawTensors | None = None) -> Stage:
         """Load a range of layers, from the result of `read`, which is consumed; None reads them now."""
         self.inspection.check([first, last])
-        names = self._names(first, last)
+        names = self._weight_names(first, last)
         self.lazy_model.put(names, self.lazy_model.read(names) if raw is None else raw)
         self._fill_embedding()
         is_last = last == self.num_layers
@@ -325,7 +325,7 @@ class Layers:
         return Stage(lm, self._blocks)
 
     def drop(self, stage: Stage) -> None:
-        self.lazy_model.drop(self._names(stage.first, stage.last))
+        self.lazy_model.drop(self._weight_names(stage.first, stage.last))
 
     @contextmanager
     def at(self, first: int, last: int, raw: RawTensors | None = None) -> Iterator[Stage]:
@@ -342,7 +342,7 @@ class Layers:
             if self.lazy_model.tensor(name).is_meta:
                 self.lazy_model.blank(name)
 
-    def _names(self, first: int, last: int) -> tuple[str, ...]:
+    def _weight_names(self, first: int, last: int) -> tuple[str, ...]:
         return tuple(
             name for name in self.inspection.weights(self.lazy_model, first, last) if name not in self._outside
         )

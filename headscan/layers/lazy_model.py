@@ -108,13 +108,13 @@ def read_tensors(
         try:
             with path.open("rb", buffering=0) as file:
                 for name in of_file:
-                    tensors[name] = keep(name, _read(file, header, name))
+                    tensors[name] = keep(name, _read_tensor(file, header, name))
         except (OSError, EOFError, KeyError) as problem:
             raise ModelLoadError(f"{path} cannot be read: {problem}. Copy or download it again") from problem
     return tensors
 
 
-def _read(file: FileIO, header: FileHeader, name: str) -> Tensor:
+def _read_tensor(file: FileIO, header: FileHeader, name: str) -> Tensor:
     """Read one tensor; other threads run meanwhile."""
     saved = header.tensors[name]
     tensor = empty_mmap(saved.shape, _DTYPES[saved.dtype])

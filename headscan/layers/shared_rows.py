@@ -6,12 +6,12 @@ Three endings a, b and c, of which c has other ablated heads from layer 7 on::
     layers 7 on      | prefix | a | b | prefix | c |    one row still: c has a copy of the prefix of its own
 
 Only attention mixes tokens, so a row of a prefix and several endings runs through everything else unchanged; the
-attention hook lets each ending attend to the prefix and itself. Masks are known before the pass. A rule needs
-statistics of whole sequences: those of the prefix are joined with those of each ending, as each statistic declares
-(`registry.JOINS`), which is exact for causal attention. Sequences share a copy of the prefix while their ablated heads
-agree. In the first layer in which they differ the pass stops and resumes at that layer, with a copy of the prefix for
-each group of sequences. All groups stay in one pass, because a pass for each would leave a GPU idle. A pass waits for
-the GPU once a layer to compare ablated heads, and no longer once every sequence has a copy of its own.
+attention hook lets each ending attend to the prefix and itself. Masks are known before the pass. A `ScoredAblation`,
+such as a rule, needs statistics of whole sequences: those of the prefix are joined with those of each ending, as each
+statistic declares (`registry.JOINS`), which is exact for causal attention. Sequences share a copy of the prefix while
+their ablated heads agree. In the first layer in which they differ the pass stops and resumes at that layer, with a copy
+of the prefix for each group of sequences. All groups stay in one pass, because a pass for each would leave a GPU idle.
+A pass waits for the GPU once a layer to compare ablated heads, and no longer once every sequence has a copy of its own.
 
 Shapes: B sequences, N tokens of a row, P of the prefix, R endings, T tokens of the longest, G copies of the prefix that
 several endings share, M tokens with padding; E width of a hidden state, H query heads, K KV heads, D width of a head.
@@ -144,8 +144,8 @@ class HeadsDiffer(Exception):
 
 
 class SharedRowHooks:
-    """Attention and ablation in one pass over a shared row. ``statistics`` are those of the rules' score; None makes
-    them. ``layer_input`` is the input (1, N, E) of the layer that runs.
+    """Attention and ablation in one pass over a shared row. ``statistics`` are those of the ablations' score; None
+    makes them. ``layer_input`` is the input (1, N, E) of the layer that runs.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class SharedRowHooks:
         self.layer_input = hidden
 
     def on_attention(self, site: AttentionSite, call: AttentionCall) -> Tensor:
-        """Let each ending attend to its prefix and itself, and measure the statistics of the rules."""
+        """Let each ending attend to its prefix and itself, and measure the statistics of the score."""
         if not isinstance(call, ScoredCall) or call.bias is not None:
             raise UnsupportedModelError("attention with a position bias cannot run in shared rows. Run whole sequences")
         layout, outs = self._layout(call.device), []
@@ -267,11 +267,11 @@ class SharedRowHooks:
 
 
 def _statistics_of(lm: LoadedModel, ablations: Iterable[LayerwiseAblation]) -> RuleStatistics:
-    """Return the statistics of the rules' score, none without rules; raise if there are several scores."""
+    """Return the statistics of the score that decides, none if heads are fixed; raise if there are several scores."""
     scores = {ablation.scored_by for ablation in ablations if ablation.scored_by is not None}
     if len(scores) > 1:
         names = sorted(f"{name}{'' if widths == MassWidths() else f' with {widths}'}" for name, widths in scores)
-        raise InterventionError(f"scores of the rules in a shared row: {', '.join(names)} (limit 1). Use one score")
+        raise InterventionError(f"scores in a shared row: {', '.join(names)} (limit 1). Use one score")
     return RuleStatistics(lm, *scores.pop()) if scores else RuleStatistics(lm, None)
 
 

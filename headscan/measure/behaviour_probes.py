@@ -208,7 +208,7 @@ def _measured(
     lm: LoadedModel, ids_BN: Tensor, position_BR: Tensor, scores: Callable[[Tensor], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
     """Run the model and score (B, L, H) each layer's weights (B, H, R, S) of the queries at ``position_BR``."""
-    _check(lm, ids_BN)
+    _check_sequences(lm, ids_BN)
     measured: dict[str, Tensor] = {}
 
     def observe(site: AttentionSite, call: AttentionCall) -> None:
@@ -226,7 +226,7 @@ def _measured(
     return measured
 
 
-def _check(lm: LoadedModel, ids_BN: Tensor) -> None:
+def _check_sequences(lm: LoadedModel, ids_BN: Tensor) -> None:
     if lm.is_encoder_decoder or lm.grid.kind != "self" or not all(site.causal for site in lm.grid.sites):
         raise UnsupportedModelError(
             f"behaviours are defined for causal decoders only: {lm.source} is not a causal decoder. Use collect"

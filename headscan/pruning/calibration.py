@@ -124,7 +124,7 @@ class Calibration:
     def first(self, tokens: int) -> Calibration:
         """Return the first sequences with at least so many tokens together; all if they have fewer."""
         count = int((self.lengths.cumsum(0) < tokens).sum()) + 1
-        return self._rows(slice(0, count))
+        return self._of_rows(slice(0, count))
 
     def split(self, tokens: int) -> tuple[Calibration, Calibration]:
         """Return the last sequences with at least so many tokens together, after all others, which are one or more. A
@@ -133,7 +133,7 @@ class Calibration:
         if len(self.ids) > 1:
             count = int((self.lengths.flip(0).cumsum(0) < tokens).sum()) + 1
             at = max(1, len(self.ids) - count)
-            return self._rows(slice(0, at)), self._rows(slice(at, None))
+            return self._of_rows(slice(0, at)), self._of_rows(slice(at, None))
         length = int(self.lengths)
         if length < 4 or self.scoring_BN is not None:
             return self, self
@@ -143,7 +143,7 @@ class Calibration:
             Calibration(self.ids[:, at:length], torch.tensor([length - at]), self.batch_tokens),
         )
 
-    def _rows(self, rows: slice) -> Calibration:
+    def _of_rows(self, rows: slice) -> Calibration:
         return Calibration(
             self.ids[rows],
             self.lengths[rows],

@@ -174,7 +174,7 @@ def projection_factor(projection: nn.Module, site: AttentionSite) -> Tensor:
     largest. L itself is stored as float32 (float64 for a float64 weight); ``o @ L`` is as exact as ``o @ W``.
     """
     with align_module_device(projection):
-        rows_HDM = _rows(projection, site)
+        rows_HDM = _head_rows(projection, site)
         wide_dtype = torch.promote_types(rows_HDM.dtype, torch.float32)
         heads = max(1, _COPY_BYTES // (8 * rows_HDM[0].numel()))
         probe_HD = torch.randn(rows_HDM.shape[:2], generator=torch.Generator().manual_seed(0)).to(rows_HDM)
@@ -195,7 +195,7 @@ def _factor(rows_HDM: Tensor) -> Tensor:
     return factor_HDD
 
 
-def _rows(projection: nn.Module, site: AttentionSite) -> Tensor:
+def _head_rows(projection: nn.Module, site: AttentionSite) -> Tensor:
     """Return a view of each head's rows of the matrix, (H, D, M)."""
     weight = projection.get_parameter("weight").detach()
     if weight.dtype not in _PLAIN or not isinstance(projection, (nn.Linear, Conv1D)):

@@ -32,7 +32,7 @@ from headscan.models.token_batches import pad, run_halving, whole_batches
 from headscan.options import BATCH_TOKENS, Count, Limits, check_limits
 from headscan.pipelines.ablate.run_ablate import AblateResult, ablated_sets
 from headscan.pipelines.evaluate.answering import AnsweringSettings, RequestChunk
-from headscan.pipelines.evaluate.run_evaluation import begin_arms, finish_run, run_model_arms
+from headscan.pipelines.evaluate.run_evaluation import ArmRun
 from headscan.pipelines.evaluate.tasks import ANSWERS, RESULTS, TaskResults
 from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
@@ -327,11 +327,10 @@ def _level(metric: str, numbers: np.ndarray) -> float:
 def answer_labelled(questions: LabelledQuestions, run: Run, run_id: str, arms: Sequence[SiteArm]) -> None:
     """Answer the examples with every arm of a run that has begun, and finish the run."""
     refuse_staged(run.pool, "an answer to a labelled example")
-    failed: list[str] = []
-    if unfinished := begin_arms(run, run_id, arms, judges_arms=False):
-        settings = questions.answering_settings(run.identity)
-        failed = run_model_arms(run, unfinished, questions, questions.chunks(), settings, judges_arms=False)
-    finish_run(run, run_id, len(arms), failed, judges_arms=False)
+    arm_run = ArmRun(run, run_id, arms, judges_arms=False)
+    if unfinished := arm_run.begin():
+        arm_run.answer(run, unfinished, questions, questions.chunks(), questions.answering_settings(run.identity))
+    arm_run.finish()
 
 
 def run_labelled_ablate(config: LabelledAblateConfig, run: Run, *, texts: LabelledTexts) -> AblateResult:

@@ -154,14 +154,14 @@ def effects_text(effects: Sequence[HeadEffect]) -> str:
             f" {facts['confirmed']} of them are confirmed on halves."
         )
         ends = single if len(single) <= 2 * _SHOWN else [*single[:_SHOWN], *single[-_SHOWN:]]
-        parts.append(text_table([_cells(effect, sites) for effect in ends]))
+        parts.append(text_table([_effect_cells(effect, sites) for effect in ends]))
         if len(ends) < len(single):
             parts.append(f"the {_SHOWN} most needed heads, then the {_SHOWN} least needed of {len(single)}")
     layers = [effect for effect in effects if effect.mode == ALL_BUT_ONE]
     if layers:
         judged = "chosen on one half, judged on the other" if layers[0].confirmed else "too few documents to split"
         parts.append(f"Each layer reduced to its best head ({judged}). {_title(layers[0])}")
-        parts.append(text_table([_cells(effect, sites) for effect in layers]))
+        parts.append(text_table([_effect_cells(effect, sites) for effect in layers]))
     return "\n\n".join(parts)
 
 
@@ -178,7 +178,7 @@ def _title(effect: HeadEffect) -> str:
     )
 
 
-def _cells(effect: HeadEffect, sites: bool) -> dict[str, object]:
+def _effect_cells(effect: HeadEffect, sites: bool) -> dict[str, object]:
     """Return a row of a table, with the site if there are several; the number of digits depends on the metric."""
     from headscan.analysis.verdicts.metrics import METRICS
 

@@ -61,14 +61,14 @@ class Generate(ModelVerb):
         facts = {name: getattr(found, name) for name in ("prompt_tokens", "first_difference")}
         narrowest = narrowest_window(KeptKeys.of_plan(plan))
         no_gain = narrowest is None or found.prompt_tokens + len(found.full.tokens) <= narrowest
-        return Result(rows, lambda: _text(found, no_gain=no_gain), {"plan": self.text.plan, **facts})
+        return Result(rows, lambda: _comparison_text(found, no_gain=no_gain), {"plan": self.text.plan, **facts})
 
 
 def _both(comparison: GenerationComparison) -> dict[str, Generated]:
     return {"full cache": comparison.full, "plan": comparison.planned}
 
 
-def _text(comparison: GenerationComparison, *, no_gain: bool) -> str:
+def _comparison_text(comparison: GenerationComparison, *, no_gain: bool) -> str:
     lines = [f"prompt of {comparison.prompt_tokens:,} tokens, {len(comparison.full.tokens)} new ones", ""]
     lines += [_costs(name, generated) for name, generated in _both(comparison).items()]
     lines.append(

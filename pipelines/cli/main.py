@@ -94,7 +94,9 @@ def main(command_line: Sequence[str] | None = None) -> int:
         place = f" ({problem.filename})" if problem.filename else ""
         return _fail(f"{problem.strerror or problem}{place}")
     except KeyboardInterrupt:
-        print("interrupted: stored results are kept; run the same command again to resume", file=sys.stderr)
+        resumes = hasattr(verb, "resume_anyway")
+        kept = ": stored results are kept; run the same command again to resume" if resumes else ""
+        print(f"interrupted{kept}", file=sys.stderr)
         return 130
     return 0
 

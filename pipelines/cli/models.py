@@ -39,10 +39,10 @@ class Models(OptionalModelVerb):
         rows = _known() if self.model is None else _sites(load_spec(self.spec(), self.device))
         held = None if self.model is not None else sum(row["fast"] != "refused" for row in rows)
         facts = {"model": self.model, "transformers": transformers.__version__}
-        return Result(rows, lambda: _text(rows, held), facts)
+        return Result(rows, lambda: _models_text(rows, held), facts)
 
 
-def _text(rows: list[dict[str, Any]], held: int | None) -> str:
+def _models_text(rows: list[dict[str, Any]], held: int | None) -> str:
     """Return the table; with the number of architectures if it lists them."""
     import transformers
 

@@ -330,10 +330,10 @@ def _result(store: str, result: PruneResult) -> Result:
         for built, row in zip(result.models, rows, strict=True)
         for form in row["forms"] or ()
     ]
-    return Result(rows, lambda: _text(store, result, names, forms), facts)
+    return Result(rows, lambda: _prune_text(store, result, names, forms), facts)
 
 
-def _text(store: str, result: PruneResult, names: Sequence[str], forms: Sequence[Mapping[str, str]]) -> str:
+def _prune_text(store: str, result: PruneResult, names: Sequence[str], forms: Sequence[Mapping[str, str]]) -> str:
     from headscan.analysis.text_tables import text_table
     from headscan.analysis.verdicts.verdict_table import verdict_notes
     from headscan.pipelines.export.servable_model import serving_commands

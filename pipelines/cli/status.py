@@ -32,7 +32,7 @@ class Status(StoreVerb):
             " '(all)' order by all"
         ).to_pylist()
         path = self.store.path
-        return Result(runs, lambda: _text(path, runs, arms), {"store": path, "arms": arms})
+        return Result(runs, lambda: _status_text(path, runs, arms), {"store": path, "arms": arms})
 
 
 def _run_row(store: Store, run: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _arm_counts(store: Store, run: Mapping[str, Any]) -> dict[str, Any]:
     return {**counts, "open_requests": None if each is None else each * left}
 
 
-def _text(store: str, runs: Sequence[Mapping[str, Any]], arms: Sequence[Mapping[str, Any]]) -> str:
+def _status_text(store: str, runs: Sequence[Mapping[str, Any]], arms: Sequence[Mapping[str, Any]]) -> str:
     from headscan.analysis.text_tables import table_cells, text_table
 
     if not runs:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -87,7 +87,8 @@ def _cut(hashes: Sequence[str], costs: Sequence[int], batch_tokens: int) -> list
     return [hashes[a:b] for a, b in pairwise([*starts, len(hashes)]) if b > a]
 
 
-#: Longest work of a bundle; progress is printed, and answers are stored, when one ends.
+#: Seconds that a bundle of more than `BUNDLE_SIZE` arms should take: progress is printed, and answers are stored, when
+#: one ends.
 _BUNDLE_SECONDS = 20.0
 #: A stop loses at most the answers of so many seconds; opening the store for every chunk would cost more.
 _SECONDS_BETWEEN_WRITES = 5.0
@@ -104,6 +105,13 @@ class AnsweringSettings:
     batch_tokens: int
     reading: PromptReading
     bundle_size: int = BUNDLE_SIZE
+
+
+class BegunArm(NamedTuple):
+    """An arm with its id in the store."""
+
+    arm: Arm
+    arm_id: str
 
 
 @dataclass
@@ -130,13 +138,13 @@ class ArmResponses:
 def answer_arms(
     store: Store,
     pool: Pool,
-    arms: Sequence[tuple[Arm, str]],
+    arms: Sequence[BegunArm],
     chunks: Sequence[RequestChunk],
     settings: AnsweringSettings,
     *,
     title: str,
 ) -> Iterator[ArmResponses]:
-    """Answer all chunks with all arms, given with their ids in the store; yield each finished arm.
+    """Answer all chunks with all arms; yield each finished arm.
 
     Stored answers are not computed again. A chunk is answered completely or not at all, so that a resumed run has the
     same batches, and the same digits, as an undisturbed one.
@@ -177,8 +185,10 @@ def answer_arms(
 
 
 class _Schedule:
-    """The items of a pool, and which arms and requests each has. The time of one token of one arm limits the arms of an
-    item, because a stop loses an unfinished one: at 2 ms, at most 10 masks answer a chunk of 1,000 tokens together.
+    """The items of a pool, and which arms and requests each has. A stop loses unfinished items, so more than
+    `BUNDLE_SIZE` arms share one only if they are fast: at 2 ms for a token of one arm, 10 masks answer a chunk of 1,000
+    tokens together. Slow models keep bundles of `BUNDLE_SIZE`, because smaller ones would run the shared layers more
+    often.
     """
 
     def __init__(
@@ -217,7 +227,9 @@ class _Schedule:
         return item_arms, chunk
 
     def _most_arms(self, chunk: RequestChunk) -> int:
-        """Return how many arms are answered in `_BUNDLE_SECONDS`; `BUNDLE_SIZE` before the first bundle is measured."""
+        """Return how many arms are answered in `_BUNDLE_SECONDS`, at least `BUNDLE_SIZE`; exactly that before the first
+        bundle is measured.
+        """
         if not chunk.can_bundle:
             return 1
         seconds_of_arm = self._bundle_seconds / max(1.0, self._bundle_tokens) * _tokens(chunk.requests)
@@ -267,9 +279,7 @@ def _response_table(arm_responses: ArmResponses, hashes: Sequence[str]) -> pa.Ta
     return pa.Table.from_pylist(rows, schema=_RESPONSES)
 
 
-def _stored_responses(
-    store: Store, arms: Sequence[tuple[Arm, str]], chunks: Sequence[RequestChunk]
-) -> list[ArmResponses]:
+def _stored_responses(store: Store, arms: Sequence[BegunArm], chunks: Sequence[RequestChunk]) -> list[ArmResponses]:
     """Return the responses of each arm that the store has."""
     by_arm_id = {arm_id: ArmResponses(arm, arm_id) for arm, arm_id in arms}
     for row in store.responses(list(by_arm_id)).to_pylist():

@@ -23,6 +23,7 @@ from headscan.errors import NotFiniteError
 from headscan.pipelines.evaluate.answering import (
     AnsweringSettings,
     ArmResponses,
+    BegunArm,
     RequestChunk,
     answer_arms,
     request_chunks,
@@ -91,17 +92,15 @@ def run_evaluation(
     record = _record(config, rounding, run, questions, purpose)
     chunks = request_chunks(questions.requests, config.batch_tokens)
     with run.in_progress(record, arms=[arm.name for arm in arms]) as state:
-        unfinished = begin_arms(run, state.run_id, arms, judges_arms=purpose.judges_arms)
-        failed: list[str] = []
-        specs = dict.fromkeys(arm.model for arm, _ in unfinished)
+        arm_run = ArmRun(run, state.run_id, arms, judges_arms=purpose.judges_arms)
+        unfinished = arm_run.begin()
+        specs = dict.fromkeys(begun.arm.model for begun in unfinished)
         for spec in sorted(specs, key=lambda spec: spec is not None):  # the model of the baseline is open
-            model_arms = [(arm, arm_id) for arm, arm_id in unfinished if arm.model == spec]
+            model_arms = [begun for begun in unfinished if begun.arm.model == spec]
             with nullcontext(run) if spec is None else run.on(spec, models[spec]) as model_run:
                 settings = _answering_settings(model_run, len(model_arms), config, questions, interventions)
-                failed += run_model_arms(
-                    model_run, model_arms, questions, chunks, settings, judges_arms=purpose.judges_arms
-                )
-        finish_run(run, state.run_id, len(arms), failed, judges_arms=purpose.judges_arms)
+                arm_run.answer(model_run, model_arms, questions, chunks, settings)
+        arm_run.finish()
     return state.run_id
 
 
@@ -136,65 +135,66 @@ def _answering_settings(
     return AnsweringSettings(config.batch_tokens, reading, size)
 
 
-def begin_arms(run: Run, run_id: str, arms: Sequence[Arm], *, judges_arms: bool) -> list[tuple[Arm, str]]:
-    """Begin the arms of a run, and return those that are not finished, with their ids in the store. ``judges_arms``
-    reports the finished ones.
+@dataclass(frozen=True)
+class ArmRun:
+    """The arms of a run that has begun: begun together, answered model by model, and finished together.
+
+    Attributes:
+        judges_arms: Report each finished arm, and store its verdict at the end.
+        failed: Names of the arms with NaN log-likelihoods.
     """
-    with run.store.one_transaction():
-        states = [_begin_arm(run.store, run_id, arm) for arm in arms]
-    unfinished: list[tuple[Arm, str]] = []
-    for arm, state in zip(arms, states, strict=True):
-        if not state.finished:
-            unfinished.append((arm, state.arm_id))
-        elif judges_arms:
-            run.say(f"{arm.name}: finished before")
-    return unfinished
 
+    run: Run
+    run_id: str
+    arms: Sequence[Arm]
+    judges_arms: bool
+    failed: list[str] = field(default_factory=list)
 
-def run_model_arms(
-    run: Run,
-    arms: Sequence[tuple[Arm, str]],
-    questions: ArmQuestions,
-    chunks: Sequence[RequestChunk],
-    settings: AnsweringSettings,
-    *,
-    judges_arms: bool,
-) -> list[str]:
-    """Answer all questions with the arms of one model, that of ``run``, and finish each arm; return the names of arms
-    with NaN log-likelihoods.
+    def begin(self) -> list[BegunArm]:
+        """Store the arms, and return those that are not finished."""
+        with self.run.store.one_transaction():
+            states = [_begin_arm(self.run.store, self.run_id, arm) for arm in self.arms]
+        unfinished: list[BegunArm] = []
+        for arm, state in zip(self.arms, states, strict=True):
+            if not state.finished:
+                unfinished.append(BegunArm(arm, state.arm_id))
+            elif self.judges_arms:
+                self.run.say(f"{arm.name}: finished before")
+        return unfinished
 
-    Args:
-        arms: Unfinished arms, with their ids in the store.
-        chunks: The requests of the questions.
-        judges_arms: Reports each finished arm.
-    """
-    failed: list[str] = []
-    title = f"{len(arms)} arm{'s' * (len(arms) > 1)}"
-    for arm_responses in answer_arms(run.store, run.pool, arms, chunks, settings, title=title):
-        arm_name = arm_responses.arm.name
-        try:
-            line = _finish_arm(run.store, questions, run.facts, arm_responses)
-            if judges_arms:
-                run.say(line)
-        except NotFiniteError as problem:
-            failed.append(arm_name)
-            run.say(f"{arm_name}: {problem}")
-    return failed
+    def answer(
+        self,
+        run: Run,
+        arms: Sequence[BegunArm],
+        questions: ArmQuestions,
+        chunks: Sequence[RequestChunk],
+        settings: AnsweringSettings,
+    ) -> None:
+        """Answer all questions with the arms of one model, that of ``run``, and finish each arm. ``chunks`` hold the
+        requests of the questions.
+        """
+        title = f"{len(arms)} arm{'s' * (len(arms) > 1)}"
+        for arm_responses in answer_arms(run.store, run.pool, arms, chunks, settings, title=title):
+            arm_name = arm_responses.arm.name
+            try:
+                line = _finish_arm(run.store, questions, run.facts, arm_responses)
+                if self.judges_arms:
+                    run.say(line)
+            except NotFiniteError as problem:
+                self.failed.append(arm_name)
+                run.say(f"{arm_name}: {problem}")
 
-
-def finish_run(run: Run, run_id: str, arm_count: int, failed: Sequence[str], *, judges_arms: bool) -> None:
-    """Finish a run whose arms are answered; ``judges_arms`` stores their verdicts. Raise NotFiniteError if arms
-    ``failed`` because of NaN log-likelihoods.
-    """
-    if judges_arms and BASELINE.name not in failed:  # every verdict is a comparison with the baseline
-        with at_work("verdicts"):
-            record_verdicts(run.store, run_id)
-    run.store.finish_run(run_id, status="failed" if failed else "finished")
-    if failed:
-        raise NotFiniteError(
-            f"{len(failed)} of {arm_count} arms have NaN log-likelihoods and no result: {', '.join(failed)}. Load the "
-            "model in another `dtype`"
-        )
+    def finish(self) -> None:
+        """Store the verdicts of the answered arms, and finish the run. Raise NotFiniteError if arms failed."""
+        if self.judges_arms and BASELINE.name not in self.failed:  # every verdict is a comparison with the baseline
+            with at_work("verdicts"):
+                record_verdicts(self.run.store, self.run_id)
+        self.run.store.finish_run(self.run_id, status="failed" if self.failed else "finished")
+        if self.failed:
+            raise NotFiniteError(
+                f"{len(self.failed)} of {len(self.arms)} arms have NaN log-likelihoods and no result: "
+                f"{', '.join(self.failed)}. Load the model in another `dtype`"
+            )
 
 
 def _rounding(facts: ModelFacts, interventions: Sequence[Intervention | None], *, in_ranges: bool) -> str:

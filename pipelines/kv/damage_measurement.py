@@ -324,9 +324,9 @@ class Measurement:
         """Return keep-scores from damages (C,), each measured with the head's window. ``confirmed`` holds damages with
         all other heads as planned (None if no head was confirmed); units in ``chosen`` get a window before all others.
         """
-        tables = {kind: self._table(values) for kind, values in damage.items()}
+        tables = {kind: self._by_layer_and_head(values) for kind, values in damage.items()}
         for kind, values in (confirmed or {}).items():
-            tables[f"confirmed_{kind}"] = self._table(values)
+            tables[f"confirmed_{kind}"] = self._by_layer_and_head(values)
         return damage_scores(
             self.model,
             tables.pop("text"),
@@ -340,7 +340,7 @@ class Measurement:
             granularity=self.config.granularity,
         )
 
-    def _table(self, values_C: np.ndarray) -> np.ndarray:
+    def _by_layer_and_head(self, values_C: np.ndarray) -> np.ndarray:
         widest = max(layer.num_key_value_heads for layer in self.model.layers)
         table_LK = np.full((self.model.num_layers, widest), np.nan)
         for unit, value in zip(self.units.values(), values_C, strict=True):

@@ -69,7 +69,7 @@ class GatesResult:
 
 def run_gates(config: GatesConfig, run: Run) -> GatesResult:
     identity = run.identity
-    ids, lengths = _read(config, identity)
+    ids, lengths = _token_batch(config, identity)
     facts = {"site": config.site, "two_sided": config.two_sided, "fit": asdict(config.fit)}
     texts = fingerprint({"ids": ids.tolist(), "lengths": lengths.tolist()})
     run_hash = fingerprint({"model": identity.fingerprint(), "dtype": config.model.dtype, "texts": texts, **facts})
@@ -161,7 +161,7 @@ def _fit(
         return down, fitted("up", opposite(config.fit, down), progress.update) if config.two_sided else None
 
 
-def _read(config: GatesConfig, identity: ModelIdentity) -> tuple[np.ndarray, np.ndarray]:
+def _token_batch(config: GatesConfig, identity: ModelIdentity) -> tuple[np.ndarray, np.ndarray]:
     """Return token ids (B, N) padded on the right, and lengths (B,)."""
     tokens = longest_text(identity, config.max_tokens)
     texts = read_spread(config.corpus, identity.tokenizer, tokens, config.sequences, shortest=min(SHORTEST, tokens))

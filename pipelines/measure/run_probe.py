@@ -104,7 +104,7 @@ def run_probe(config: ProbeConfig, run: Run) -> ProbeResult:
         items.append(ProbeItem("repeated tokens", config.probe, (), config.batch_tokens))
     corpus_hash = None
     if corpus is not None:
-        haystack = _read(corpus, identity, max(config.probe.lengths))
+        haystack = _first_tokens(corpus, identity, max(config.probe.lengths))
         corpus_hash = f"{facts['corpus'][:16]}-{hashlib.sha256(haystack.tobytes()).hexdigest()[:16]}"
         items += _needle_items(config, identity, haystack)
 
@@ -216,7 +216,7 @@ def _beginning(identity: ModelIdentity) -> tuple[int, ...]:
     return () if bos is None else (int(bos),)
 
 
-def _read(corpus: Corpus, identity: ModelIdentity, tokens: int) -> np.ndarray:
+def _first_tokens(corpus: Corpus, identity: ModelIdentity, tokens: int) -> np.ndarray:
     """Return the first ``tokens`` tokens of the documents, or all."""
     cutting = TokenConfig(max(tokens, 2), mode="chunk", bos="never", min_tokens=1)
     pieces: list[np.ndarray] = []

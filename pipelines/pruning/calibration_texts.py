@@ -59,10 +59,10 @@ def read_texts(
     half = config.half(tokens, columns)
     if config.held_out is None:
         # More than needed, because the halves of the documents can differ in texts.
-        calibrating, judging = _halves(_read(config.corpus, identity, tokens, 4 * half), config.corpus.name)
+        calibrating, judging = _halves(_read_texts(config.corpus, identity, tokens, 4 * half), config.corpus.name)
     else:
-        calibrating = _read(config.corpus, identity, tokens, half)
-        judging = _read(config.held_out, identity, tokens, half)
+        calibrating = _read_texts(config.corpus, identity, tokens, half)
+        judging = _read_texts(config.held_out, identity, tokens, half)
     name = (config.held_out or config.corpus).name
     chosen = spread(calibrating, half)
     seen = {text.content_hash for text in chosen}  # copies of a text can be in several documents
@@ -130,7 +130,7 @@ def _check_tokens(texts: CalibrationTexts, columns: int) -> None:
         )
 
 
-def _read(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count: int) -> list[TokenSequence]:
+def _read_texts(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count: int) -> list[TokenSequence]:
     return read_spread(corpus, identity.tokenizer, tokens, count, shortest=SHORTEST)
 
 

@@ -81,7 +81,7 @@ def pruned_arm(built: BuiltModel, baseline: ModelSpec, identity: ModelIdentity) 
         details["layers_dropped"] = len(built.skipped)
     return replace(
         arm,
-        name=_name(built, fingerprint(own.fingerprint())[:6]),
+        name=_arm_name(built, fingerprint(own.fingerprint())[:6]),
         kind=built.kind,
         criterion=built.method,
         share=built.share,
@@ -94,7 +94,7 @@ def pruned_arm(built: BuiltModel, baseline: ModelSpec, identity: ModelIdentity) 
     )
 
 
-def _name(built: BuiltModel, mark: str) -> str:
+def _arm_name(built: BuiltModel, mark: str) -> str:
     if built.kind is ArmKind.LAYERS_DROPPED:
         # Two shares can drop the same layers, and each needs its control.
         layers = f"{len(built.skipped)} attention layer{'s' * (len(built.skipped) > 1)}"

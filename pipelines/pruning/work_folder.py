@@ -95,7 +95,7 @@ def check_place(out: Path) -> None:
             raise PruningError(
                 f"no model can be moved to {place}, {what}. Choose a new folder, such as {out / 'model'}"
             )
-    places = [out / name for name in _read(_work(out) / _SETTINGS).get("targets", ())]
+    places = [out / name for name in _read_json(_work(out) / _SETTINGS).get("targets", ())]
     present = [out] if out in places or not out.is_dir() else list(out.iterdir())
     if not all(each in places and _is_finished(_work(out), places.index(each), each) for each in present):
         check_output_folder(out)
@@ -157,7 +157,7 @@ def _claimed(path: Path, out: Path) -> Iterator[None]:
 def _prepare(path: Path, out: Path, targets: Sequence[Path], settings_hash: str) -> None:
     """Check the place of the models, empty a folder of other settings, and record these."""
     check_place(out)
-    if _read(path / _SETTINGS).get("settings") != settings_hash:
+    if _read_json(path / _SETTINGS).get("settings") != settings_hash:
         if out.exists() and any(out.iterdir()):
             raise PruningError(
                 f"{out} is not empty: an unfinished run with other settings, or another version of headscan, saved a "
@@ -183,13 +183,13 @@ def write_model(lm: LoadedModel, built: BuiltModel, remote_code: bool) -> None:
 
 def read_model(folder: Path) -> BuiltModel | None:
     """Return the model that was built in a folder, from its record; None if it is not finished."""
-    record = _read(_record_file(folder))
+    record = _read_json(_record_file(folder))
     return _model(folder, record) if record else None
 
 
 def delivered_model(folder: Path) -> BuiltModel | None:
     """Return the model that a run moved to a folder; None if there is none, or if its weights changed."""
-    record = _read(folder / _DELIVERED)
+    record = _read_json(folder / _DELIVERED)
     return _model(folder, record) if record and record["weights"] == weights_hash(folder) else None
 
 
@@ -217,7 +217,7 @@ def _logits_file(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.logits")
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -227,5 +227,5 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _is_finished(work: Path, number: int, target: Path) -> bool:
     """Return True if a folder is the model that a run moved there, as it was."""
-    record = _read(_record_file(work / str(number)))
+    record = _read_json(_record_file(work / str(number)))
     return bool(record) and record["weights"] == weights_hash(target)

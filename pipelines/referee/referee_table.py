@@ -103,7 +103,7 @@ def _tau_table(agreements: Sequence[Agreement]) -> str:
     names = list(dict.fromkeys(chain.from_iterable((agreement.first, agreement.second) for agreement in agreements)))
     taus = {(agreement.first, agreement.second): agreement.tau for agreement in agreements}
     rows = [
-        {"": str(number), "criterion": _name(first, names)}
+        {"": str(number), "criterion": _curve_name(first, names)}
         | {
             str(place): _tau(taus.get((first, second), taus.get((second, first))))
             for place, second in enumerate(names, 1)
@@ -129,7 +129,7 @@ def _of_criteria(points: Sequence[CriterionPoint], measure: str, unit: str) -> l
             measure,
             unit,
             "self",
-            _name(curve, curves),
+            _curve_name(curve, curves),
             curve[1],
             point.share,
             change.value,
@@ -162,7 +162,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _name(curve: tuple[str, str], curves: Iterable[tuple[str, str]]) -> str:
+def _curve_name(curve: tuple[str, str], curves: Iterable[tuple[str, str]]) -> str:
     """Return the name of a curve, with its selection if another curve has the same criterion."""
     criterion, selection = curve
     return criterion if sum(other == criterion for other, _ in curves) == 1 else f"{criterion}, {selection}"
@@ -183,7 +183,7 @@ def site_losses(points: Sequence[SitePoint]) -> list[CriterionLoss]:
     rows = []
     for site in dict.fromkeys(point.site for point in points):
         of_site = [point for point in points if point.site == site]
-        rows += [_row(point) for point in of_site if point.criterion != RANDOM]
+        rows += [_criterion_loss(point) for point in of_site if point.criterion != RANDOM]
         rows += _random(of_site)
     return rows
 
@@ -206,7 +206,7 @@ def site_agreements(points: Sequence[SitePoint], heads: Sequence[tuple[str, int,
     return pairs
 
 
-def _row(point: SitePoint) -> CriterionLoss:
+def _criterion_loss(point: SitePoint) -> CriterionLoss:
     metric, effect = METRICS[point.metric], point.effect
     low, high = (metric.scale * end if math.isfinite(end) else None for end in (effect.low, effect.high))
     return CriterionLoss(

@@ -195,7 +195,7 @@ def run_labelled_referee(config: LabelledRefereeConfig, run: Run, *, texts: Labe
         arms = _arms(curves, config, run, item, _stored_heads(run.store, state.run_id))
         answer_labelled(questions, run, state.run_id, [WITHOUT_ABLATION, *arms])
     points = read_site_points(run.store, state.run_id)
-    shown = [point for point in points if _name(*point.curve, point.site, point.share) in names]
+    shown = [point for point in points if _arm_name(*point.curve, point.site, point.share) in names]
     return LabelledRefereeResult(state.run_id, shown)
 
 
@@ -217,7 +217,7 @@ class _Curve:
     heads: tuple[SiteHead, ...]
 
     def name(self, share: float) -> str:
-        return _name(self.criterion, "" if self.seed is None else f"seed {self.seed}", self.site, share)
+        return _arm_name(self.criterion, "" if self.seed is None else f"seed {self.seed}", self.site, share)
 
     def first(self, count: int, gone: Sequence[SiteHead], values: SiteValues) -> tuple[SiteHead, ...]:
         """Return the heads of ``gone``, and those that the criterion removes next."""
@@ -247,7 +247,7 @@ def _mask(heads: Sequence[SiteHead]) -> SiteMask:
     return SiteMask(sites)
 
 
-def _name(criterion: str, seed: str, site: str, share: float) -> str:
+def _arm_name(criterion: str, seed: str, site: str, share: float) -> str:
     return f"{criterion}{f' {seed}' if seed else ''}, {100 * share:g}% of {site}"
 
 

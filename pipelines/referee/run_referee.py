@@ -161,10 +161,12 @@ class StoredChoices:
         rows = self.store.query(
             "SELECT name, layer, head FROM masks JOIN mask_heads USING (mask_id) WHERE list_contains(?, name)"
             " ORDER BY name, layer, head",
-            [[self._name(criterion, count) for count in counts]],
+            [[self._arm_name(criterion, count) for count in counts]],
         ).to_pylist()
         choices = {
-            count: tuple(Head(row["layer"], row["head"]) for row in rows if row["name"] == self._name(criterion, count))
+            count: tuple(
+                Head(row["layer"], row["head"]) for row in rows if row["name"] == self._arm_name(criterion, count)
+            )
             for count in counts
         }
         return choices if all(choices.values()) else None
@@ -172,9 +174,9 @@ class StoredChoices:
     def write(self, criterion: str, choices: Choices) -> None:
         with self.store.one_transaction():
             for count, heads in choices.items():
-                self.store.add_mask(self._name(criterion, count), heads, criterion=criterion)
+                self.store.add_mask(self._arm_name(criterion, count), heads, criterion=criterion)
 
-    def _name(self, criterion: str, count: int) -> str:
+    def _arm_name(self, criterion: str, count: int) -> str:
         return f"{criterion}, {count} heads, texts {self.texts_hash}"
 
 

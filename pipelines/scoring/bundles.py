@@ -36,7 +36,7 @@ from headscan.pipelines.scoring.likelihood import (
 from headscan.pipelines.scoring.token_requests import LogLikelihood, Request, Responses, ScoringItem
 from headscan.sizing.model_sizes import LayerCache
 
-#: Most arms of one bundle, however long their prefixes are.
+#: Most arms of one bundle, however long their prefixes are, and however slow the model is.
 BUNDLE_SIZE = 8
 #: Most arms of one bundle, however short their prefixes are.
 _LARGEST_BUNDLE = 64
@@ -128,12 +128,13 @@ def bundle_size(caches: Mapping[str, Sequence[LayerCache]] | None, longest: int)
 
 
 def bundle_arms(
-    arms: Sequence[Intervention | None], possible: frozenset[Start], size: int = BUNDLE_SIZE
+    interventions: Sequence[Intervention | None], possible: frozenset[Start], size: int = BUNDLE_SIZE
 ) -> list[list[int]]:
-    """Group arms (indices) that are answered together, at most ``size``; arms that save no layers stay alone."""
-    return bundle_passes(
-        [None if intervention is None else start_of(intervention, possible) for intervention in arms], size
-    )
+    """Group arms (indices), given by their interventions, that are answered together, at most ``size``; arms that save
+    no layers stay alone.
+    """
+    starts = [None if intervention is None else start_of(intervention, possible) for intervention in interventions]
+    return bundle_passes(starts, size)
 
 
 def bundle_passes(starts: Sequence[Start | None], size: int = BUNDLE_SIZE) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Likelihoods of prompts that share prefixes in rows, for rules.
+"""Likelihoods of prompts that share prefixes in rows: of rules, and in half precision of the arms next to a rule.
 
 Rules need whole inputs, but ablate the same heads in most inputs with a common prefix. A row contains the prefix once,
 and it is read for all of them up to the layer at which their ablated heads differ (`layers.shared_rows`). Answers equal

@@ -141,7 +141,7 @@ class _Study:
             layers=grid.num_layers,
             heads=grid.total_heads,
             questions=self._questions(run_id),
-            texts=len(self._text.chunks),
+            texts=len(self._judged_text.chunks),
             tokens=self.tokens,
             max_loss=self.config.max_loss,
             savings=savings,
@@ -209,7 +209,7 @@ class _Study:
         arms = {name: mask_arms(name, self._order(name), config.shares or ()) for name in config.ranking}
         if len(arms) == 1:
             return arms[config.ranking[0]], config.ranking[0]
-        text = self._read(self.texts.choose, max(FEWEST_STUDY_TEXTS, self._judged_texts // 2), "choose")
+        text = self._read_text(self.texts.choose, max(FEWEST_STUDY_TEXTS, self._judged_texts // 2), "choose")
         recall_plan = self._recall(config.recall_prompts, seed=1)
         choosing = EvaluateConfig(config.model, TaskConfig(), recall_plan, config.batch_tokens, text=text)
         run_id = self._evaluate(choosing, [arm for of_one in arms.values() for arm in of_one])
@@ -265,7 +265,9 @@ class _Study:
     def _losses(self, arms: list[Arm]) -> dict[str, Increase]:
         """Return the increases of the judged loss by arm name, widened for the kinds of savings."""
         self._begin_step("6. held-out loss of every candidate")
-        reading = EvaluateConfig(self.config.model, TaskConfig(), None, self.config.batch_tokens, text=self._text)
+        reading = EvaluateConfig(
+            self.config.model, TaskConfig(), None, self.config.batch_tokens, text=self._judged_text
+        )
         return read_losses(self.run.store, self._evaluate(reading, arms), comparisons=self.config.kind_count)
 
     def _judged(
@@ -348,8 +350,8 @@ class _Study:
         return Path(self.config.out) / "head_plan.json"
 
     @cached_property
-    def _text(self) -> HeldOutText:
-        return self._read(self.texts.judge, self._judged_texts, "judge")
+    def _judged_text(self) -> HeldOutText:
+        return self._read_text(self.texts.judge, self._judged_texts, "judge")
 
     @cached_property
     def _judging(self) -> EvaluateConfig:
@@ -368,7 +370,7 @@ class _Study:
     def _recall(self, questions: int, seed: int) -> RecallQuestions | None:
         return RecallQuestions(lengths=(self._recall_tokens,), questions=questions, seed=seed) if questions else None
 
-    def _read(self, corpus: Any, count: int, name: str) -> HeldOutText:
+    def _read_text(self, corpus: Any, count: int, name: str) -> HeldOutText:
         tokenizer = self.run.identity.tokenizer
         texts = read_spread(corpus, tokenizer, self.tokens, count, shortest=SHORTEST)
         return HeldOutText(f"texts that {name}", chunks(tokenizer, texts, whole=True))

@@ -166,7 +166,7 @@ class StudyAnswer:
             [
                 head,
                 text_table(savings),
-                text_table(self._rows()),
+                text_table(self._share_rows()),
                 limits,
                 f"report  {self.report}\nstore   {self.store}",
             ]
@@ -188,7 +188,7 @@ class StudyAnswer:
         whole: dict[str, Any] = plain(fields)
         return whole
 
-    def _rows(self) -> list[dict[str, str]]:
+    def _share_rows(self) -> list[dict[str, str]]:
         rows = []
         for saving in self.savings:
             judged = {each.name: each for each in saving.judged}

@@ -16,6 +16,7 @@ EXAMPLES = {
     "scan_and_query.py": ("The least active heads:", "of its attention on the first token"),
     "prune_and_reload.py": ("48 heads became 38", "--- smaller"),
     "one_scanned_row.py": ("48 rows of a sequence of ", "output_norm: row "),
+    "own_ablation.py": ("12.5% of the heads ablated: one of 8 in each of 6 layers", "random worse"),
     "one_verdict.py": ("30 questions of 15 modules: the rule ablates ", "too few questions: needs about"),
     "plan_and_generate.py": ("12 of 24 KV heads keep 4 first and 60 last tokens", "--- plan"),
 }

@@ -107,13 +107,13 @@ def kept_rows(attention: nn.Module, choice: KeptPositions) -> dict[str, Rows]:
     """Return what remains of each parameter that shrinks, by its name in the module."""
     rows_of = {}
     for name, parameter in attention.named_parameters():
-        rows = _rows(attention, name, parameter, choice)
+        rows = _kept_rows(attention, name, parameter, choice)
         if rows is not None and len(rows[1]) < parameter.shape[rows[0]]:
             rows_of[name] = rows
     return rows_of
 
 
-def _rows(attention: nn.Module, name: str, parameter: Tensor, choice: KeptPositions) -> Rows | None:
+def _kept_rows(attention: nn.Module, name: str, parameter: Tensor, choice: KeptPositions) -> Rows | None:
     """Return what remains of a parameter; None if it is the same for all heads."""
     part, _, leaf = name.partition(".")
     # The weight of a Conv1D is (in, out).

@@ -559,7 +559,7 @@ def test_a_half_with_too_few_questions_is_reported(tmp_path: Path) -> None:
     changed = (choice.verdict.paired.gained + choice.verdict.paired.lost) / choice.verdict.paired.questions
     needed = choice.verdict.questions_needed
     assert needed == pytest.approx(2 * (78_489 * changed + MIN_SAFE_TEXTS), abs=2)
-    assert f"not enough questions ({questions // 2}): an arm that loses nothing and changes" in choice.sentence()
+    assert f"too few questions ({questions // 2}): an arm that loses nothing and changes" in choice.sentence()
     assert f"of the answers needs about {about(needed)} in a sweep, where half of them judge" in choice.sentence()
 
 

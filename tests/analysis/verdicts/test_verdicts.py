@@ -198,7 +198,7 @@ def test_few_questions_prove_nothing(evaluate: Evaluate) -> None:
     assert arm.paired.difference == 0 and not arm.is_safe
     words = arm.sentence()
     assert (
-        "not shown to be removable: not enough questions (200): an arm that loses nothing and changes 0.0 % of the"
+        "not shown to be removable: too few questions (200): an arm that loses nothing and changes 0.0 % of the"
         in words
     )
     assert "answers needs about 390. Accuracy" in words

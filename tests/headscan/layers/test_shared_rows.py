@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headscan
-from headscan.ablation.intervention import LayerwiseAblation
+from headscan.ablation.rules import ScoredAblation
 from headscan.architectures import FAMILIES, VOCABULARY
 from headscan.attention.calls import ScoredCall
 from headscan.attention.discovery import discover
@@ -192,7 +192,7 @@ def test_masks_and_rules_share_a_row() -> None:
     check(lm, [rule, mask, rule, headscan.HeadMask([])], make_row())
 
 
-class Opposite(LayerwiseAblation):
+class Opposite(ScoredAblation):
     """An ablation of a class of its own: the heads that a rule leaves."""
 
     def __init__(self, rule: headscan.HeadRule) -> None:
@@ -200,9 +200,6 @@ class Opposite(LayerwiseAblation):
 
     label = "the opposite of a rule"
     scored_by = property(lambda self: self.rule.scored_by)
-
-    def hooks(self, lm: LoadedModel, record: Any) -> Any:
-        raise AssertionError("only shared rows are read")
 
     def heads_at(self, site: AttentionSite, scores_BH: Tensor | None) -> Tensor:
         return ~self.rule.heads_at(site, scores_BH)

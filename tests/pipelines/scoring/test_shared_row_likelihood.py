@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,14 +16,18 @@ from headscan.ablation.intervention import Intervention
 from headscan.catalog import SCORES, STATISTICS, Score, statistics_for
 from headscan.errors import InterventionError
 from headscan.layers.shared_rows import SharedRow, SharedRowHooks
+from headscan.models.model_facts import UNVARYING
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.prefix_tree import prefix_tree
+from headscan.pipelines.scoring.reading import choose_reading
 from headscan.pipelines.scoring.shared_row_likelihood import RowPacker, SharedRowItem, can_share_rows_task
 from headscan.pipelines.scoring.token_requests import LogLikelihood, Request, Responses, answer_item
 from headscan.statistics.registry import masks_read
 from tests.pipelines.scoring.test_bundles import BATCH_TOKENS, REQUESTS, close
 from tests.pipelines.scoring.test_prefix_tree import random_sequences
-from tests.small_models import make_loaded
+from tests.small_models import LoadedPool, make_loaded
+from tests.test_docs import blocks
+from tests.test_readme import PAGES
 
 #: Some that ablate hardly anything, and some under which sequences part.
 RULES = [
@@ -72,6 +76,20 @@ def test_shared_rows_give_the_answers_of_whole_inputs(family: str, ablated: Inte
     expected, ours = whole(lm, ablated), read_in_rows(lm, ablated)
     assert close(ours.values, expected.values)
     assert ours.ablated_shares == pytest.approx(expected.ablated_shares)
+
+
+def test_an_ablation_of_one_s_own_shares_rows_as_a_rule_does() -> None:
+    """The class of the documentation, as an evaluation reads its arm."""
+    lm, namespace = make_loaded("llama"), {"__name__": __name__}
+    exec(blocks(PAGES["howto/own_ablation.md"], "python")[0], namespace)
+    ablation: Any = namespace["LeastOfEachLayer"]
+    reading = choose_reading(LoadedPool(lm), "float32", UNVARYING, [None, ablation()], None, print)
+    item = reading.item("all", REQUESTS, [ablation()], BATCH_TOKENS)
+    assert isinstance(item, SharedRowItem)
+    expected, [ours] = whole(lm, ablation()), item.run(lm)
+    assert close(ours.values, expected.values)
+    assert set(ours.ablated_shares) == set(expected.ablated_shares) == {1 / lm.grid.shape[1]}
+    assert whole(lm, None).values != expected.values
 
 
 @pytest.mark.parametrize("ablated", [IDLE, MASK, None])
