@@ -168,7 +168,7 @@ def _check_finite(values: torch.Tensor) -> None:
 
 
 #: Examples of one chunk.
-_GROUP = 512
+_CHUNK_EXAMPLES = 512
 #: Generated tokens beyond twice the longest target.
 _SPARE_TOKENS = 8
 
@@ -251,7 +251,7 @@ class LabelledQuestions:
         )
 
     def chunks(self) -> list[RequestChunk]:
-        cuts = [slice(start, start + _GROUP) for start in range(0, len(self.judging), _GROUP)]
+        cuts = [slice(start, start + _CHUNK_EXAMPLES) for start in range(0, len(self.judging), _CHUNK_EXAMPLES)]
         return [
             RequestChunk(index, tuple(self._hashes[cut]), tuple(self.judging[cut])) for index, cut in enumerate(cuts)
         ]

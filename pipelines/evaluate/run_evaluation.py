@@ -42,7 +42,7 @@ from headscan.pipelines.runs.progress import at_work
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms, distinct_arms
 from headscan.pipelines.scoring.bundles import bundle_size, possible_starts
-from headscan.pipelines.scoring.likelihood import grouped_tokens
+from headscan.pipelines.scoring.likelihood import joint_prefix_tokens
 from headscan.pipelines.scoring.reading import HALF, choose_reading, need_headscan_kernels, need_whole_inputs
 from headscan.pipelines.scoring.token_requests import LogLikelihood
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
@@ -130,7 +130,7 @@ def _answering_settings(
     # Arms that use headscan's attention kernels always start from token ids, never from a cached layer.
     if arm_count > 1 and not (pool.staged or reading.headscan_kernels):
         reading = replace(reading, starts=pool.one(possible_starts, interventions))
-    prefix_tokens = max(questions.longest_input(), grouped_tokens(facts.device.split(":")[0]))
+    prefix_tokens = max(questions.longest_input(), joint_prefix_tokens(facts.device.split(":")[0]))
     size = bundle_size(facts.caches if reading.share_prefixes else {}, prefix_tokens)
     return AnsweringSettings(config.batch_tokens, reading, size)
 

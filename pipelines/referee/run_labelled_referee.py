@@ -47,7 +47,7 @@ from headscan.pipelines.settings.evaluation_settings import DEFAULT_SITE_CRITERI
 from headscan.pruning.head_values import criterion_inputs, criterion_values
 
 #: Examples of one item of a pool.
-_GROUP = 256
+_ITEM_EXAMPLES = 256
 #: Sums over examples and numbers of examples (2, L, H), by site and measure.
 Totals = dict[tuple[str, str], Tensor]
 #: Values (L, H) by criterion and site; the heads with the smallest ones are removed first.
@@ -74,14 +74,12 @@ def site_values(pool: Pool, item: ValuesItem) -> SiteValues:
     """Return the means over the examples of every head's values, by criterion. ``effect`` is the change of the loss,
     with its sign: heads that do harm are removed first.
     """
-    groups = [item.texts[start : start + _GROUP] for start in range(0, len(item.texts), _GROUP)]
-    parts = {
-        done.item.texts[0].index: done.value
-        for done in pool.map(total_values, [replace(item, texts=group) for group in groups])
-    }
+    starts = range(0, len(item.texts), _ITEM_EXAMPLES)
+    items = [replace(item, texts=item.texts[start : start + _ITEM_EXAMPLES]) for start in starts]
+    totals_by_item = {done.item.name: done.value for done in pool.map(total_values, items)}
     total: Totals = {}
-    for group in groups:  # a sum depends on its order
-        _add(total, parts[group[0].index])
+    for each in items:  # a sum depends on its order
+        _add(total, totals_by_item[each.name])
     means: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for (site, measure), (sums, counts) in total.items():
         means[site][measure] = sums / counts

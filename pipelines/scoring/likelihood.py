@@ -83,7 +83,7 @@ A = TypeVar("A")
 _PREFIX_WEIGHT = 4
 
 #: Passes of this many times the cost of a pass gain little from further sequences.
-_GROUPED_COSTS = 8
+_JOINT_PREFIX_COSTS = 8
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ class Continued(Generic[P]):
     prefix_rows: tuple[int, ...]
 
 
-def grouped_tokens(device: str) -> int:
+def joint_prefix_tokens(device: str) -> int:
     """Return the most tokens of prefixes that are read in one batch on a type of device."""
-    return _GROUPED_COSTS * pass_cost(device)
+    return _JOINT_PREFIX_COSTS * pass_cost(device)
 
 
 def shareable_tokens(lm: LoadedModel, inputs: Sequence[DistinctInput]) -> list[int]:
@@ -131,7 +131,7 @@ def score_in_batches(
     root = PrefixNode(0, [], [(index, 0) for index in range(len(inputs))])
     if share_prefixes:
         root = prefix_tree([one_input.ids for one_input in inputs], shareable_tokens(lm, inputs), cost)
-        join_similar(root, cost, min(batch_tokens, grouped_tokens(lm.device.type)))
+        join_similar(root, cost, min(batch_tokens, joint_prefix_tokens(lm.device.type)))
     yield from _score_after(lm, inputs, root, [0], None, batch_tokens, score)
     # A prefix stays in memory while inputs or longer prefixes continue from it.
     unread: list[tuple[PrefixNode, P | None]] = [(child, None) for child in root.children]

@@ -1,21 +1,21 @@
 """How all arms of a run read prompts, so that their answers stay comparable, and which item answers them.
 
-`PromptReading.item` makes an item of the requests, and its ``run`` answers them:
+`PromptReading.item` makes an item of the requests, and its ``run`` answers them. The first row that holds decides:
 
-================================================  ================  =======================
-requests, and their arms                          item              module
-================================================  ================  =======================
-prompts that the model continues                  `GenerationItem`  `generation`
-scored requests, several of masks and baseline    `BundleItem`      `bundles`
-scored requests, a plan that evicts               `EvictionItem`    `eviction`
-scored requests, a rule                           `SharedRowItem`   `shared_row_likelihood`
-scored requests, any other arm                    `LikelihoodItem`  `likelihood`
-================================================  ================  =======================
+==================================================================  ================  =======================
+if                                                                  item              module
+==================================================================  ================  =======================
+several arms (masks and baseline) share layers                      `BundleItem`      `bundles`
+the model continues prompts: a `GenerationRequest`                  `GenerationItem`  `generation`
+``intervention.evicts``: a plan in mode ``decode``                  `EvictionItem`    `eviction`
+``shared_rows`` and ``intervention.needs_whole_input``: a rule      `SharedRowItem`   `shared_row_likelihood`
+``shared_rows`` and ``headscan_kernels``: any arm, next to a rule   `SharedRowItem`   `shared_row_likelihood`
+otherwise: masks, baseline, rules where prompts share no rows       `LikelihoodItem`  `likelihood`
+==================================================================  ================  =======================
 
-The baseline and one mask are enough for a bundle, if their passes share layers. A rule takes the item of other arms
-where prompts share no rows. In half precision, if one arm needs headscan's attention kernels and the model can share
-rows, `SharedRowItem` answers the scored requests of every arm that does not evict. Every arm of a model that runs by
-layer ranges is a `LikelihoodItem`, which `answering` passes to `staged_likelihood.score_in_ranges`.
+`choose_reading` sets ``shared_rows`` if an arm is a rule and the model can share rows, and ``headscan_kernels`` if all
+arms must round as a rule does, in half precision. Every arm of a model that runs by layer ranges is a `LikelihoodItem`,
+which `answering` passes to `staged_likelihood.score_in_ranges`.
 """
 
 from __future__ import annotations

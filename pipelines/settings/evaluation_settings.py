@@ -214,10 +214,11 @@ class EvaluateConfig:
         share_prefixes: Read common prefixes of prompts once. None does so, unless arms would then use different kernels
             in half precision, whose rounding differs.
         text: Ordinary text whose loss is measured; None omits it.
-        max_loss: Maximum increase of that loss of a safe arm, in nats per token.
+        max_loss: Maximum increase of that loss of a safe arm, in nats per token. Jobs that read no text of their own
+            refuse it without ``text`` (`check_max_loss`), when they start.
 
     Raises:
-        HarnessError: ``batch_tokens`` is out of range.
+        HarnessError: ``batch_tokens`` or ``max_loss`` is out of range.
     """
 
     model: ModelSpec

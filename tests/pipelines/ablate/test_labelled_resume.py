@@ -25,7 +25,7 @@ ARMS = 1 + LAYERS * HEADS
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headscan.pipelines.ablate.run_labelled_ablate._GROUP", GROUP)
+    monkeypatch.setattr("headscan.pipelines.ablate.run_labelled_ablate._CHUNK_EXAMPLES", GROUP)
 
 
 def assert_equal_rows(ours: Store, whole: Store) -> None:

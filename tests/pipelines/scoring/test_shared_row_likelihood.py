@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 import headscan
 from headscan.ablation.intervention import Intervention
+from headscan.ablation.rules import ScoredAblation
 from headscan.catalog import SCORES, STATISTICS, Score, statistics_for
 from headscan.errors import InterventionError
 from headscan.layers.shared_rows import SharedRow, SharedRowHooks
@@ -276,3 +277,17 @@ def test_a_rule_that_needs_token_ids_is_refused(monkeypatch: pytest.MonkeyPatch)
     added = add_score(monkeypatch, "confidence")
     with pytest.raises(InterventionError, match=r"no score on confidence.*: added\. Use another score, or a mask"):
         headscan.HeadRule(added, 0.5)
+    for read in (whole, read_in_rows):
+        with pytest.raises(InterventionError, match=r"no score on confidence.*: added\. Use another score, or a mask"):
+            read(make_loaded("llama"), ByAdded())
+
+
+@dataclass(frozen=True)
+class ByAdded(ScoredAblation):
+    """An ablation of a class of its own by a score that tests add."""
+
+    label = "by the added score"
+    scored_by = ("added", headscan.MassWidths())  # type: ignore[assignment]
+
+    def heads_at(self, site: headscan.AttentionSite, scores_BH: Tensor | None) -> Tensor:
+        raise AssertionError("the score cannot be measured")
