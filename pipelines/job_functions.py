@@ -101,40 +101,40 @@ def scan(config: ScanConfig, store: str | Path, **options: Unpack[JobOptions]) -
     """
     from headscan.pipelines.measure.run_scan import run_scan
 
-    with _open_run(_checked(options), config.model, config.tokens.max_tokens, config, store) as (batched, run):
-        return run_scan(batched, run)
+    with _open_run(_checked(options), config.model, config.tokens.max_tokens, config, store) as (placed_config, run):
+        return run_scan(placed_config, run)
 
 
 def importance(config: ImportanceConfig, store: str | Path, **options: Unpack[JobOptions]) -> CorpusRunResult:
     """Measure the importance of every head on a corpus, and on recall prompts if ``config`` asks for some."""
     from headscan.pipelines.measure.run_importance import run_importance
 
-    with _open_run(_checked(options), config.model, config.tokens.max_tokens, config, store) as (batched, run):
-        return run_importance(batched, run)
+    with _open_run(_checked(options), config.model, config.tokens.max_tokens, config, store) as (placed_config, run):
+        return run_importance(placed_config, run)
 
 
 def probe(config: ProbeConfig, store: str | Path, **options: Unpack[JobOptions]) -> ProbeResult:
     """Score every head on each behaviour, and store the scores."""
     from headscan.pipelines.measure.run_probe import run_probe
 
-    with _open_run(_checked(options), config.model, max(config.probe.lengths), config, store) as (batched, run):
-        return run_probe(batched, run)
+    with _open_run(_checked(options), config.model, max(config.probe.lengths), config, store) as (placed_config, run):
+        return run_probe(placed_config, run)
 
 
 def gates(config: GatesConfig, store: str | Path, **options: Unpack[JobOptions]) -> GatesResult:
     """Fit gates on the heads of a frozen model, and store them and the mask of the closed heads."""
     from headscan.pipelines.measure.run_gates import run_gates
 
-    with _open_run(_checked(options), config.model, config.max_tokens, config.fit, store) as (batched, run):
-        return run_gates(replace(config, fit=batched), run)
+    with _open_run(_checked(options), config.model, config.max_tokens, config.fit, store) as (placed_config, run):
+        return run_gates(replace(config, fit=placed_config), run)
 
 
 def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions]) -> AblateResult:
     """Measure the effect of every head, ablated alone, on tasks or on the loss of texts."""
     from headscan.pipelines.ablate.run_ablate import run_ablate
 
-    with _open_evaluation(config, store, options) as (batched, run):
-        return run_ablate(batched, run)
+    with _open_evaluation(config, store, options) as (placed_config, run):
+        return run_ablate(placed_config, run)
 
 
 def labelled_importance(
@@ -143,16 +143,16 @@ def labelled_importance(
     """Measure the importance of every head of a classifier or an encoder-decoder on labelled examples."""
     from headscan.pipelines.measure.run_importance import run_labelled_importance
 
-    with _open_labelled(config, store, options) as (batched, texts, run):
-        return run_labelled_importance(batched, run, texts=texts)
+    with _open_labelled(config, store, options) as (placed_config, texts, run):
+        return run_labelled_importance(placed_config, run, texts=texts)
 
 
 def labelled_ablate(config: LabelledAblateConfig, store: str | Path, **options: Unpack[JobOptions]) -> AblateResult:
     """Measure the effect of every head, ablated alone, on labelled examples."""
     from headscan.pipelines.ablate.run_labelled_ablate import run_labelled_ablate
 
-    with _open_labelled(config.judging, store, options) as (batched, texts, run):
-        return run_labelled_ablate(replace(config, judging=batched), run, texts=texts)
+    with _open_labelled(config.judging, store, options) as (placed_config, texts, run):
+        return run_labelled_ablate(replace(config, judging=placed_config), run, texts=texts)
 
 
 def labelled_referee(
@@ -161,8 +161,8 @@ def labelled_referee(
     """Ablate heads of every site by every criterion, and measure the metric of labelled examples."""
     from headscan.pipelines.referee.run_labelled_referee import run_labelled_referee
 
-    with _open_labelled(config.judging, store, options) as (batched, texts, run):
-        return run_labelled_referee(replace(config, judging=batched), run, texts=texts)
+    with _open_labelled(config.judging, store, options) as (placed_config, texts, run):
+        return run_labelled_referee(replace(config, judging=placed_config), run, texts=texts)
 
 
 def evaluate(
@@ -183,12 +183,12 @@ def evaluate(
     config.check_max_loss()
     checked, identity = _identified(config.model, options)
     tokens = config.placed_tokens(identity)
-    with _open_run(checked, config.model, tokens, config, store, evaluates=True) as (batched, run):
+    with _open_run(checked, config.model, tokens, config, store, evaluates=True) as (placed_config, run):
         if isinstance(arms, ChosenArms):
-            run_id = evaluate_chosen(batched, run, arms)
+            run_id = evaluate_chosen(placed_config, run, arms)
         else:
-            run_id = run_evaluation(batched, run, [BASELINE, *(arm for arm in arms if arm is not BASELINE)])
-        return judge(run.store, run_id, max_loss=batched.max_loss, baseline_alone=True)
+            run_id = run_evaluation(placed_config, run, [BASELINE, *(arm for arm in arms if arm is not BASELINE)])
+        return judge(run.store, run_id, max_loss=placed_config.max_loss, baseline_alone=True)
 
 
 def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions]) -> SweepResult:
@@ -199,8 +199,8 @@ def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions])
     """
     from headscan.pipelines.evaluate.run_sweep import run_sweep
 
-    with _open_evaluation(config, store, options) as (batched, run):
-        return run_sweep(batched, run)
+    with _open_evaluation(config, store, options) as (placed_config, run):
+        return run_sweep(placed_config, run)
 
 
 def referee(config: RefereeConfig, store: str | Path, **options: Unpack[LocalJobOptions]) -> Verdict:
@@ -208,8 +208,8 @@ def referee(config: RefereeConfig, store: str | Path, **options: Unpack[LocalJob
     from headscan.analysis.verdicts.judge import judge
     from headscan.pipelines.referee.run_referee import run_referee
 
-    with _open_evaluation(config, store, options, in_this_process=True) as (batched, run):
-        return judge(run.store, run_referee(batched, run), max_loss=batched.evaluation.max_loss)
+    with _open_evaluation(config, store, options, in_this_process=True) as (placed_config, run):
+        return judge(run.store, run_referee(placed_config, run), max_loss=placed_config.evaluation.max_loss)
 
 
 def plan(
@@ -234,8 +234,8 @@ def plan(
     checked, identity = _identified(config.model, options)
     tokens = config.longest(identity)
     if store is not None:
-        with _open_run(checked, config.model, tokens, config, store, evaluates=True) as (batched, run):
-            return run_plan(batched, run, budget)
+        with _open_run(checked, config.model, tokens, config, store, evaluates=True) as (placed_config, run):
+            return run_plan(placed_config, run, budget)
     opener = checked.opener(config.model, tokens, config.batch_tokens, evaluates=True)
     with ModelContext(config.model, opener, identity=identity, say=checked.say) as context:
         return run_plan(opener.with_batch_tokens(config), context, budget)
@@ -267,8 +267,8 @@ def prune(config: PruneConfig, store: str | Path, **options: Unpack[LocalJobOpti
     """
     from headscan.pipelines.pruning.run_prune import run_prune
 
-    with _open_evaluation(config, store, options, in_this_process=True) as (batched, run):
-        return run_prune(batched, run)
+    with _open_evaluation(config, store, options, in_this_process=True) as (placed_config, run):
+        return run_prune(placed_config, run)
 
 
 def study(config: StudyConfig, **options: Unpack[LocalJobOptions]) -> StudyAnswer:
@@ -282,8 +282,8 @@ def study(config: StudyConfig, **options: Unpack[LocalJobOptions]) -> StudyAnswe
     store = Path(config.out) / "study.duckdb"
     checked = _checked(options, in_this_process=True)
     tokens = max(TASK_TOKENS, config.max_tokens or 0)
-    with _open_run(checked, config.model, tokens, config, store, evaluates=True) as (batched, run):
-        return run_study(batched, run)
+    with _open_run(checked, config.model, tokens, config, store, evaluates=True) as (placed_config, run):
+        return run_study(placed_config, run)
 
 
 def export(config: ExportConfig, store: str | Path | None = None) -> Exported:
@@ -395,8 +395,8 @@ def _open_evaluation(
     evaluation = config.evaluation
     checked, identity = _identified(evaluation.model, options, in_this_process=in_this_process)
     tokens = config.placed_tokens(identity)
-    with _open_run(checked, evaluation.model, tokens, evaluation, store, evaluates=True) as (batched, run):
-        yield replace(config, evaluation=batched), run
+    with _open_run(checked, evaluation.model, tokens, evaluation, store, evaluates=True) as (placed_config, run):
+        yield replace(config, evaluation=placed_config), run
 
 
 @contextmanager
@@ -406,5 +406,5 @@ def _open_labelled(config: _L, store: str | Path, options: JobOptions) -> Iterat
 
     checked, identity = _identified(config.model, options)
     texts = read_labelled(config.data, config.model, identity, config.max_tokens)
-    with _open_run(checked, config.model, texts.longest, config, store) as (batched, run):
-        yield batched, texts, run
+    with _open_run(checked, config.model, texts.longest, config, store) as (placed_config, run):
+        yield placed_config, texts, run

@@ -220,11 +220,11 @@ class PrunedControls:
 def pruned_controls(
     arm: FinishedArm,
     others: Sequence[FinishedArm],
-    points: Mapping[str, PairedDifference],
+    differences: Mapping[str, PairedDifference],
     metrics: Mapping[str, Sequence[TaskMetric]],
 ) -> tuple[PrunedControls, ...]:
-    """Return the controls of a pruned model, dropped layers first; empty for other arms. ``points`` are benchmark
-    differences by arm id.
+    """Return the controls of a pruned model, dropped layers first; empty for other arms. ``differences`` are those on
+    the benchmark, by arm id.
     """
     if arm.kind is not ArmKind.PRUNED:
         return ()
@@ -237,7 +237,7 @@ def pruned_controls(
                 PrunedControls(
                     members[0].layers_dropped if kind is ArmKind.LAYERS_DROPPED else None,
                     members[0].ablated_share,
-                    tuple(points[member.arm_id] for member in members if member.arm_id in points),
+                    tuple(differences[member.arm_id] for member in members if member.arm_id in differences),
                     tuple(loss for loss in losses if loss is not None),
                 )
             )
@@ -278,13 +278,13 @@ def controls_of(arm: FinishedArm, others: Sequence[FinishedArm]) -> list[Finishe
     return same_share or [other for other in randoms if same_size(arm.ablated_share, other.ablated_share)]
 
 
-def judge_controls(others: Sequence[FinishedArm], differences: Mapping[str, float]) -> dict[str, Controls]:
-    """Compare arms with their random controls, by arm id. ``differences`` are benchmark differences to the baseline in
+def judge_controls(others: Sequence[FinishedArm], points: Mapping[str, float]) -> dict[str, Controls]:
+    """Compare arms with their random controls, by arm id. ``points`` are benchmark differences to the baseline in
     percentage points; arms without controls or difference are left out.
     """
-    judged = [arm for arm in others if arm.arm_id in differences]
+    judged = [arm for arm in others if arm.arm_id in points]
     return {
-        arm.arm_id: _against(arm, controls, differences, _number_tried(arm, others))
+        arm.arm_id: _against(arm, controls, points, _number_tried(arm, others))
         for arm in judged
         if (controls := controls_of(arm, judged))
     }
@@ -297,17 +297,15 @@ def _number_tried(arm: FinishedArm, others: Sequence[FinishedArm]) -> int:
     return sum(other.kind is arm.kind and other.criterion is not None for other in others)
 
 
-def _against(
-    arm: FinishedArm, controls: Sequence[FinishedArm], differences: Mapping[str, float], tried: int
-) -> Controls:
-    points = [differences[control.arm_id] for control in controls]
+def _against(arm: FinishedArm, controls: Sequence[FinishedArm], points: Mapping[str, float], tried: int) -> Controls:
+    control_points = [points[control.arm_id] for control in controls]
     shares = [control.ablated_share for control in controls if control.ablated_share is not None]
     return Controls(
         arms=tuple(control.name for control in controls),
         ablated_share=sum(shares) / len(shares) if shares else None,
-        mean=sum(points) / len(points),
-        lowest=min(points),
-        highest=max(points),
-        beaten=sum(differences[arm.arm_id] > difference + _EQUAL for difference in points),
+        mean=sum(control_points) / len(control_points),
+        lowest=min(control_points),
+        highest=max(control_points),
+        beaten=sum(points[arm.arm_id] > control + _EQUAL for control in control_points),
         tried=max(1, tried),
     )

@@ -116,8 +116,7 @@ def judge(
     rows = read_verdict_rows(store, run_id)
     differences = differences_by_arm([*rows.stored, *rows.computed])
     benchmark_differences = {arm_id: scopes[BENCHMARK] for arm_id, scopes in differences.items() if BENCHMARK in scopes}
-    points = {arm_id: difference.difference for arm_id, difference in benchmark_differences.items()}
-    controls = judge_controls(arms.others, points)
+    controls = judge_controls(arms.others, benchmark_points(differences))
     verdicts = tuple(
         arm_verdict(
             arm,

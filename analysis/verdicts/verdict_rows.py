@@ -16,16 +16,9 @@ import pyarrow as pa
 
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import TABLES
-from headscan.analysis.verdicts.answer_sheets import (
-    BENCHMARK,
-    AnswerSheets,
-    FinishedArm,
-    Scope,
-    finished_arms,
-    read_answers,
-)
+from headscan.analysis.verdicts.answer_sheets import AnswerSheets, FinishedArm, Scope, finished_arms, read_answers
 from headscan.analysis.verdicts.paired import Interval, PairedDifference
-from headscan.analysis.verdicts.scope_verdicts import RecallVerdict, task_verdicts
+from headscan.analysis.verdicts.scope_verdicts import RecallVerdict, TaskVerdict, task_verdicts
 
 #: Maximum number of threads that compare arms: drawing bootstrap samples, most of the work, runs without Python's lock.
 _MAX_THREADS = 8
@@ -93,21 +86,26 @@ def rows_of_arm(answers: AnswerSheets, baseline: FinishedArm, arm: FinishedArm) 
     # Verdicts follow from the numbers of the rows, so that rounding cannot make stored and computed ones differ.
     differences = {Scope(row["task"], row["recall"]): _difference(row) for row in rows}
     tasks = task_verdicts(differences)
-    lost_tasks = {verdict.task for verdict in tasks if verdict.failed}
-    for row, (scope, paired) in zip(rows, differences.items(), strict=True):
-        if not scope.recall:
-            row["informative"] = paired.above_chance
-        if scope == BENCHMARK:
-            worst = tasks[0]
-            low, difference, high = worst.wide
-            row |= {"failed": worst.failed, "worst_task": worst.task, "worst_difference": difference / 100}
-            row |= {"worst_low": low / 100, "worst_high": high / 100}
-        elif scope.is_benchmark_task:
-            row["failed"] = scope.task in lost_tasks
-        elif scope.is_recall_family:
-            recall = RecallVerdict(scope.task, paired)
-            row |= {"informative": recall.informative, "failed": recall.failed, "kept": recall.kept}
-    return rows
+    return [
+        row | _verdict_columns(scope, paired, tasks)
+        for row, (scope, paired) in zip(rows, differences.items(), strict=True)
+    ]
+
+
+def _verdict_columns(scope: Scope, paired: PairedDifference, tasks: Sequence[TaskVerdict]) -> dict[str, Any]:
+    """Return the columns of a scope's row that hold verdicts; ``tasks`` are the verdicts on all tasks of the arm."""
+    if scope.is_recall_family:
+        recall = RecallVerdict(scope.task, paired)
+        return {"informative": recall.informative, "failed": recall.failed, "kept": recall.kept}
+    if scope.recall:
+        return {}
+    columns: dict[str, Any] = {"informative": paired.above_chance}
+    if scope.is_benchmark_task:
+        return columns | {"failed": any(verdict.failed for verdict in tasks if verdict.task == scope.task)}
+    worst = tasks[0]
+    low, difference, high = (points / 100 for points in worst.wide)
+    columns |= {"failed": worst.failed, "worst_task": worst.task}
+    return columns | {"worst_difference": difference, "worst_low": low, "worst_high": high}
 
 
 def differences_by_arm(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[Scope, PairedDifference]]:

@@ -1,8 +1,8 @@
 """Rules: heads are ablated if their score for the input is beyond a threshold.
 
 The statistics that a score needs are measured at both hooks while a layer runs, over the real tokens, whose number
-comes from the arguments of the forward pass. `ScoredAblation` does that for every ablation that scores decide;
-`HeadRule` adds the threshold.
+comes from the arguments of the forward pass and from the record. `ScoredAblation` does that for every ablation that
+scores decide; `HeadRule` adds the threshold.
 
 Shapes: B sequences, N tokens, H query heads, D and Dv width of a head's output.
 """
@@ -36,7 +36,7 @@ from headscan.statistics.scores import find_score, score
 from headscan.statistics.weight_statistics import AttentionRequest
 
 
-class RuleStatistics:
+class ScoreStatistics:
     """The statistics ``wanted`` of one score, measured layer by layer; None measures nothing."""
 
     def __init__(self, lm: LoadedModel, score_name: str | None, widths: MassWidths | None = None) -> None:
@@ -51,20 +51,20 @@ class RuleStatistics:
         self._factors = ProjectionFactors(lm) if needs_projection(self.wanted) else None
         self._from_attention: dict[str, Tensor] = {}
 
-    def fresh(self) -> RuleStatistics:
+    def fresh(self) -> ScoreStatistics:
         """Return statistics of the same score that have measured nothing yet, and share what follows from the model."""
         statistics = copy.copy(self)
         statistics._from_attention = {}
         return statistics
 
-    def on_attention(self, call: AttentionCall, lengths: Tensor, past: int = 0) -> Tensor:
+    def attend(self, call: AttentionCall, lengths: Tensor, past: int = 0) -> Tensor:
         """Measure an attention call and return its output; ``past`` counts the cached tokens before it."""
         names = self.wanted - OUTPUT_STATISTICS.keys()
         request = AttentionRequest(names, lengths, lengths, self._widths, past=past)
         out, self._from_attention = call.measure(request)
         return out
 
-    def on_outputs(self, site: AttentionSite, outputs_BNHD: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+    def layer_statistics(self, site: AttentionSite, outputs_BNHD: Tensor, lengths: Tensor) -> dict[str, Tensor]:
         """Add the statistics of the heads' outputs and return all of the layer, float32 (B, H) each."""
         factor = None if self._factors is None else self._factors.of(site).to(outputs_BNHD.device)
         from_outputs = output_statistics(outputs_BNHD, TokenMeans(lengths), self.wanted, factor)
@@ -249,7 +249,7 @@ class _ScoreHook:
         self.padding = PaddingWatch(lm)
         self._lm = lm
         self._score_name, widths = ablation.scored_by
-        self._statistics = RuleStatistics(lm, self._score_name, widths)
+        self._statistics = ScoreStatistics(lm, self._score_name, widths)
         self._pass_and_layer = (-1, -1)
         self._record_lengths: Tensor | None = None
         self._lengths: dict[tuple[int, int, torch.device], Tensor] = {}
@@ -264,11 +264,11 @@ class _ScoreHook:
             # Another pass, perhaps of another batch.
             self._record_lengths, self._lengths = self.record.lengths, {}
         self._pass_and_layer = (self.padding.passes, site.layer)
-        return self._statistics.on_attention(call, self._lengths_of(call.sequences, call.geometry.queries, call.device))
+        return self._statistics.attend(call, self._lengths_of(call.sequences, call.geometry.queries, call.device))
 
     def on_outputs(self, site: AttentionSite, outputs_BNHD: Tensor) -> Tensor:
         lengths = self._lengths_of(outputs_BNHD.shape[0], outputs_BNHD.shape[1], outputs_BNHD.device)
-        scores_BH = score(self._statistics.on_outputs(site, outputs_BNHD, lengths), self._score_name)
+        scores_BH = score(self._statistics.layer_statistics(site, outputs_BNHD, lengths), self._score_name)
         ablated_BH = self.ablation.heads_at(site, scores_BH)
         self.record.note(site, ablated_BH)
         return self._replacer(site, outputs_BNHD, ablated_BH)

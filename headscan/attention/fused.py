@@ -6,8 +6,9 @@ a second fused call with the keys as values), and the mass on a set of keys is `
 CPU, blocks of explicit scores that stay in its cache give the output and the entropy together.
 
 Subtracting one vector from all keys changes none of these numbers. The first key is subtracted: on a head with an
-attention sink, both terms of the entropy are then near zero instead of large and cancelling. A learned sink takes the
-share ``1 - r`` of the weight, with ``r = sigmoid(lse_i - sink)``.
+attention sink, both terms of the entropy are then near zero instead of large and cancelling. In half precision that
+would round the model's own scores, so there ``lse_i`` alone is corrected afterwards (`FusedCall.centred_lse_BHN`). A
+learned sink takes the share ``1 - r`` of the weight, with ``r = sigmoid(lse_i - sink)``.
 
 Shapes: B sequences, N tokens, H query heads, K KV heads, G = H / K, D and Dv widths of a key and of a value. Outputs of
 kernels are (B, K, G, N, D): on a CPU these are views of the kernel's result, where (B, H, N, D) would be a copy.
@@ -78,7 +79,7 @@ class CpuKernels:
     def causal(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         keys = key.shape[2]
         past = keys - query.shape[2]
-        return self._call(query, key, value, scale, _band_mask(query, past, keys, 0, keys) if past else None)
+        return self._call_kernel(query, key, value, scale, _band_mask(query, past, keys, 0, keys) if past else None)
 
     def band(self, query: Tensor, key: Tensor, value: Tensor, scale: float, width: int) -> tuple[Tensor, Tensor]:
         S = key.shape[2]
@@ -96,7 +97,7 @@ class CpuKernels:
                     whole_block_mask = _band_mask(query, start, stop, first_key, width)
                 mask = whole_block_mask
             keys, values = key[:, :, first_key:stop], value[:, :, first_key:stop]
-            out, lse = self._call(query[:, :, start - past : stop - past], keys, values, scale, mask)
+            out, lse = self._call_kernel(query[:, :, start - past : stop - past], keys, values, scale, mask)
             outs.append(out)
             lses.append(lse)
         return torch.cat(outs, 3), torch.cat(lses, 2)
@@ -148,7 +149,9 @@ class CpuKernels:
         return out.unflatten(0, (B, K)), lse, entropy
 
     @staticmethod
-    def _call(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _call_kernel(
+        query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         B, H, N, D = query.shape
         K, S = key.shape[1:3]
         grouped = (B * K, H // K)
@@ -227,14 +230,14 @@ class CudaKernels:
         # cuDNN aligns causality to the first key, which differs where keys precede the first query.
         is_whole_sequence = query.shape[2] == key.shape[2]
         if self._cudnn is None or not is_whole_sequence or not self._prefers_cudnn(query, key, value):
-            return self._call(query, key, value, scale, None)
+            return self._call_kernel(query, key, value, scale, None)
         D = query.shape[-1]
         query, key, value = (_loadable(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value))
         out, lse, *_ = self._cudnn(query, key, value, None, True, 0.0, True, False, scale=scale)
         return _checked(out[..., :D], lse.view(out.shape[:3]), key.shape[1])
 
     def band(self, query: Tensor, key: Tensor, value: Tensor, scale: float, width: int) -> tuple[Tensor, Tensor]:
-        return self._call(query, key, value, scale, width)
+        return self._call_kernel(query, key, value, scale, width)
 
     def causal_with_entropy(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
         return None
@@ -246,7 +249,7 @@ class CudaKernels:
         out: Tensor = self._forward(*tensors, None, None, queries, keys, 0.0, True, False, scale=scale)[0]
         return out
 
-    def _call(
+    def _call_kernel(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, width: int | None
     ) -> tuple[Tensor, Tensor]:
         tokens, D = query.shape[2:]
@@ -373,8 +376,10 @@ class FusedCall:
     """The fused call of one attention layer.
 
     Attributes:
+        kernel_key_BKND: The keys as the kernels read them: minus the first key in float32 and wider, where
+            ``kernels.dtype`` is None; else the model's own.
         centred_BKND: The keys minus the first key.
-        lse_BHN: Log-sum-exp of the scores on `key_BKND`.
+        lse_BHN: Log-sum-exp of the scores on `kernel_key_BKND`.
         past: Number of keys before the first query's own.
         entropy_with_output_BHN: Entropy of the weights on the keys; None if the output came without it.
         log_share_BHN: Logarithm of the weight that a learned sink leaves the keys; None without a learned sink.
@@ -382,7 +387,7 @@ class FusedCall:
 
     kernels: FusedKernels
     query_BHND: Tensor
-    key_BKND: Tensor
+    kernel_key_BKND: Tensor
     centred_BKND: Tensor
     lse_BHN: Tensor
     scale: float
@@ -394,13 +399,13 @@ class FusedCall:
 
     @cached_property
     def _wide_query_BKGND(self) -> Tensor:
-        return widened(self.query_BHND).unflatten(1, (self.key_BKND.shape[1], -1))
+        return widened(self.query_BHND).unflatten(1, (self.kernel_key_BKND.shape[1], -1))
 
     @cached_property
     def _first_scores_BHNF(self) -> Tensor:
         """Scores on the first keys: those of the sink, at least one."""
         query = self._wide_query_BKGND
-        first = widened(self.key_BKND[:, :, : max(self.widths.sink, 1)])
+        first = widened(self.kernel_key_BKND[:, :, : max(self.widths.sink, 1)])
         return self.scale * (query.flatten(2, 3) @ first.mT).unflatten(2, query.shape[2:4]).flatten(1, 2)
 
     @cached_property
@@ -412,14 +417,16 @@ class FusedCall:
     def scores_before(self, distance: int) -> Tensor:
         """Return the score of each query on the key ``distance`` tokens before its own (B, H, N), 0 without one."""
         query = self._wide_query_BKGND[..., distance:, :]
-        key = widened(self.key_BKND[:, :, None, : query.shape[3]])
+        key = widened(self.kernel_key_BKND[:, :, None, : query.shape[3]])
         return F.pad(self.scale * (query * key).sum(-1), (distance, 0)).flatten(1, 2)
 
     def entropy(self) -> Tensor:
         """Return the entropy of each query's weights on the keys (B, H, N)."""
         if self.entropy_with_output_BHN is not None:
             return self.entropy_with_output_BHN
-        mean_key, _ = _call(self.kernels, self.query_BHND, self.key_BKND, self.centred_BKND, self.scale, self.window)
+        mean_key, _ = _attend_padded(
+            self.kernels, self.query_BHND, self.kernel_key_BKND, self.centred_BKND, self.scale, self.window
+        )
         mean_score = self.scale * (self._wide_query_BKGND * widened(mean_key)).sum(-1).flatten(1, 2)
         return (self.centred_lse_BHN - mean_score).clamp_min(0.0)
 
@@ -440,7 +447,7 @@ class FusedCall:
         recent, weights = self.widths.recent, self._sink_weights_BHNF
         if recent + self.widths.sink >= weights.shape[2] or (self.window is not None and recent >= self.window):
             return (1.0 - self.sink_mass_BHN).clamp_min(0.0)  # every key outside the sink is recent
-        lse = self.kernels.band(self.query_BHND, self.key_BKND, self.key_BKND, self.scale, recent)[1]
+        lse = self.kernels.band(self.query_BHND, self.kernel_key_BKND, self.kernel_key_BKND, self.scale, recent)[1]
         recent_sink_mass = torch.where(self._within(weights, recent), weights, 0.0).sum(-1)
         return ((lse - self.lse_BHN).exp() - recent_sink_mass).clamp_min(0.0)
 
@@ -484,15 +491,15 @@ def attend_fused(
     first_key = key_BKND[:, :, :1]
     centred = key_BKND - first_key
     has_wide_kernels = kernels.dtype is None
-    key = centred if has_wide_kernels else key_BKND
+    kernel_key = centred if has_wide_kernels else key_BKND
     out_lse_entropy, entropy = None, None
     # The blocks are written in place, so gradients need the fused calls.
-    if numbers_with_output and window is None and not differentiated(query_BHND, key, value_BKND):
-        out_lse_entropy = kernels.causal_with_entropy(query_BHND, key, value_BKND, scale)
+    if numbers_with_output and window is None and not differentiated(query_BHND, kernel_key, value_BKND):
+        out_lse_entropy = kernels.causal_with_entropy(query_BHND, kernel_key, value_BKND, scale)
     if out_lse_entropy is not None:
         grouped_out, lse, entropy = out_lse_entropy
     else:
-        grouped_out, lse = _call(kernels, query_BHND, key, value_BKND, scale, window)
+        grouped_out, lse = _attend_padded(kernels, query_BHND, kernel_key, value_BKND, scale, window)
     # (B, H, N, D), stored as (B, N, H, D): models transpose the output next, which then copies nothing.
     out = grouped_out.permute(0, 3, 1, 2, 4).flatten(2, 3).transpose(1, 2)
     log_share = None
@@ -500,11 +507,11 @@ def attend_fused(
         true_lse = lse + _scores_on_one(query_BHND, first_key, scale) if has_wide_kernels else lse
         log_share = F.logsigmoid(true_lse - sinks_BHN.to(lse.dtype))
         out = (out * log_share.exp()[..., None]).to(out.dtype)
-    fused = FusedCall(kernels, query_BHND, key, centred, lse, scale, widths, window, past, entropy, log_share)
+    fused = FusedCall(kernels, query_BHND, kernel_key, centred, lse, scale, widths, window, past, entropy, log_share)
     return out, fused
 
 
-def _call(
+def _attend_padded(
     kernels: FusedKernels, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """Run one fused call, output (B, K, G, N, Dv). Zeros pad keys and values to one width."""

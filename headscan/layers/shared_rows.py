@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from headscan.ablation.intervention import InterventionRecord, LayerwiseAblation, OutputReplacer, intervene
 from headscan.ablation.masks import HeadMask
-from headscan.ablation.rules import HeadRule, RuleStatistics
+from headscan.ablation.rules import HeadRule, ScoreStatistics
 from headscan.attention.calls import AttentionCall, ScoredCall
 from headscan.attention.hooks import IMPLEMENTATION, attention_hook, output_hook
 from headscan.catalog import MassWidths
@@ -153,12 +153,12 @@ class SharedRowHooks:
         lm: LoadedModel,
         ablations: Sequence[LayerwiseAblation],
         row: SharedRow,
-        statistics: RuleStatistics | None = None,
+        statistics: ScoreStatistics | None = None,
     ) -> None:
         self._row = row
         numbers = {ablation: number for number, ablation in enumerate(dict.fromkeys(ablations))}
         self._ablations = list(numbers)
-        self._ablation_R = torch.tensor([numbers[ablation] for ablation in ablations])
+        self._ablation_index_R = torch.tensor([numbers[ablation] for ablation in ablations])
         for ablation in self._ablations:
             if not ablation.may_share_rows:
                 raise InterventionError(
@@ -183,7 +183,7 @@ class SharedRowHooks:
         self.layer_input: Tensor | None = None
 
     @property
-    def ablated_R(self) -> Tensor:
+    def ablated_count_R(self) -> Tensor:
         """Number of heads ablated in each sequence (R,), on the CPU."""
         zeros_R = torch.zeros(len(self._row.endings), dtype=torch.long)
         return sum((counts.cpu() for counts in self._ablated_counts.values()), zeros_R)
@@ -199,13 +199,13 @@ class SharedRowHooks:
         layout, outs = self._layout(call.device), []
         if (shared := layout.shared_copies) is not None:
             outs.append(
-                self._prefix_statistics.on_attention(_as_sequences(call, shared.prefixes_GP), shared.prefix_lengths_G)
+                self._prefix_statistics.attend(_as_sequences(call, shared.prefixes_GP), shared.prefix_lengths_G)
             )
             endings_call = _as_sequences(call, shared.endings_RT, shared.prefixes_GP[shared.group_R])
             prefix_tokens = shared.prefixes_GP.shape[1]
-            outs.append(self._ending_statistics.on_attention(endings_call, shared.ending_lengths_R, prefix_tokens))
+            outs.append(self._ending_statistics.attend(endings_call, shared.ending_lengths_R, prefix_tokens))
         if (single := layout.single_copies) is not None:
-            outs.append(self._single_statistics.on_attention(_as_sequences(call, single.tokens_RT), single.lengths_R))
+            outs.append(self._single_statistics.attend(_as_sequences(call, single.tokens_RT), single.lengths_R))
         flat_MHD = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs])
         return flat_MHD[layout.flat_index_N].transpose(0, 1)[None]
 
@@ -215,30 +215,29 @@ class SharedRowHooks:
         """
         layout = self._layout(outputs_1NHD.device)
         ablated_RH = self._ablated_heads(site, outputs_1NHD, layout)
-        ablated_on_cpu = ablated_RH if ablated_RH.is_cpu else None
-        if layout.shared_copies is not None:
+        if ablated_RH.is_cpu or layout.shared_copies is not None:
             ablated_on_cpu = ablated_RH.cpu()  # The one time in a layer that a GPU is waited for.
             for group in self._row.groups:
-                if len(group) > 1 and bool((ablated_on_cpu[list(group)] != ablated_on_cpu[group[0]]).any()):
+                if bool((ablated_on_cpu[list(group)] != ablated_on_cpu[group[0]]).any()):
                     raise HeadsDiffer(site.layer, ablated_on_cpu)
-        if ablated_on_cpu is not None and not bool(ablated_on_cpu.any()):
-            return outputs_1NHD
+            if not bool(ablated_on_cpu.any()):
+                return outputs_1NHD
         ablated_RH = ablated_RH.to(outputs_1NHD.device, non_blocking=True)
-        ablated_R = ablated_RH.sum(1)
-        counts = self._ablated_counts.get(ablated_R.device)
-        self._ablated_counts[ablated_R.device] = ablated_R if counts is None else counts + ablated_R
+        ablated_count_R = ablated_RH.sum(1)
+        counts = self._ablated_counts.get(ablated_count_R.device)
+        self._ablated_counts[ablated_count_R.device] = ablated_count_R if counts is None else counts + ablated_count_R
         # Each token as a sequence of its own.
         return self._replacer(site, outputs_1NHD.transpose(0, 1), ablated_RH[layout.sequence_N]).transpose(0, 1)
 
     def _ablated_heads(self, site: AttentionSite, outputs_1NHD: Tensor, layout: _Layout) -> Tensor:
         """Return the ablated heads of each sequence, bool (R, H): on the CPU if no score decides."""
         if self._score_name is None:
-            return torch.stack([ablation.heads_at(site, None) for ablation in self._ablations])[self._ablation_R]
+            return torch.stack([ablation.heads_at(site, None) for ablation in self._ablations])[self._ablation_index_R]
         scores_RH = self._scores(self._score_name, site, outputs_1NHD, layout)
         ablated_RH = torch.zeros_like(scores_RH, dtype=torch.bool)
         for number, ablation in enumerate(self._ablations):
             by_ablation = ablation.heads_at(site, scores_RH).to(scores_RH.device, non_blocking=True)
-            ablated_RH = torch.where((layout.ablation_R == number)[:, None], by_ablation, ablated_RH)
+            ablated_RH = torch.where((layout.ablation_index_R == number)[:, None], by_ablation, ablated_RH)
         return ablated_RH
 
     def _scores(self, name: str, site: AttentionSite, outputs_1NHD: Tensor, layout: _Layout) -> Tensor:
@@ -246,33 +245,33 @@ class SharedRowHooks:
         outputs_NHD = outputs_1NHD[0]
         scores: list[Tensor] = []
         if (shared := layout.shared_copies) is not None:
-            group_values = self._prefix_statistics.on_outputs(
+            group_values = self._prefix_statistics.layer_statistics(
                 site, outputs_NHD[shared.prefixes_GP], shared.prefix_lengths_G
             )
             prefix_values = {statistic: values[shared.group_R] for statistic, values in group_values.items()}
-            ending_values = self._ending_statistics.on_outputs(
+            ending_values = self._ending_statistics.layer_statistics(
                 site, outputs_NHD[shared.endings_RT], shared.ending_lengths_R
             )
             prefix_tokens = shared.prefixes_GP.shape[1]
             scores.append(score(_joined(prefix_values, prefix_tokens, ending_values, shared.ending_lengths_R), name))
         if (single := layout.single_copies) is not None:
-            values = self._single_statistics.on_outputs(site, outputs_NHD[single.tokens_RT], single.lengths_R)
+            values = self._single_statistics.layer_statistics(site, outputs_NHD[single.tokens_RT], single.lengths_R)
             scores.append(score(values, name))
         return torch.cat(scores)[layout.score_index_R]
 
     def _layout(self, device: torch.device) -> _Layout:
         if device not in self._layouts:
-            self._layouts[device] = _Layout.of(self._row, self._ablation_R, device)
+            self._layouts[device] = _Layout.of(self._row, self._ablation_index_R, device)
         return self._layouts[device]
 
 
-def _statistics_of(lm: LoadedModel, ablations: Iterable[LayerwiseAblation]) -> RuleStatistics:
+def _statistics_of(lm: LoadedModel, ablations: Iterable[LayerwiseAblation]) -> ScoreStatistics:
     """Return the statistics of the score that decides, none if heads are fixed; raise if there are several scores."""
     scores = {ablation.scored_by for ablation in ablations if ablation.scored_by is not None}
     if len(scores) > 1:
         names = sorted(f"{name}{'' if widths == MassWidths() else f' with {widths}'}" for name, widths in scores)
         raise InterventionError(f"scores in a shared row: {', '.join(names)} (limit 1). Use one score")
-    return RuleStatistics(lm, *scores.pop()) if scores else RuleStatistics(lm, None)
+    return ScoreStatistics(lm, *scores.pop()) if scores else ScoreStatistics(lm, None)
 
 
 class _SharedCopies(NamedTuple):
@@ -325,7 +324,7 @@ class _Layout(NamedTuple):
             of the single copies, in this order, padding included.
         sequence_N: A sequence that each token belongs to: of a shared copy, the first one.
         score_index_R: Index of each sequence in the endings of shared copies, followed by those of single copies.
-        ablation_R: Number of each sequence's ablation.
+        ablation_index_R: Number of each sequence's ablation.
     """
 
     shared_copies: _SharedCopies | None
@@ -333,10 +332,10 @@ class _Layout(NamedTuple):
     flat_index_N: Tensor
     sequence_N: Tensor
     score_index_R: Tensor
-    ablation_R: Tensor
+    ablation_index_R: Tensor
 
     @classmethod
-    def of(cls, row: SharedRow, ablation_R: Tensor, device: torch.device) -> _Layout:
+    def of(cls, row: SharedRow, ablation_index_R: Tensor, device: torch.device) -> _Layout:
         """Return the layout of a row, with the number of each sequence's ablation."""
         starts = dict(zip(row.groups, row.prefix_starts, strict=True))
         shared = [group for group in row.groups if len(group) > 1]
@@ -381,7 +380,7 @@ class _Layout(NamedTuple):
             flat_index_N=flat_index_N.to(device),
             sequence_N=sequence_N.to(device),
             score_index_R=score_index_R.to(device),
-            ablation_R=ablation_R.to(device),
+            ablation_index_R=ablation_index_R.to(device),
         )
 
 
@@ -487,30 +486,34 @@ def read_shared_row(
         pending = pending_passes.pop()
         row_hooks = SharedRowHooks(lm, [ablations[index] for index in pending.sequences], pending.row, statistics)
         try:
-            value = pending.read(blocks, row_hooks, forward)
-        except HeadsDiffer as split:
-            share_of_layers_left = 1 - split.layer / len(blocks.all)
-            groups = pending.equal_groups(split.ablated_RH, pass_cost / share_of_layers_left)
-            pending_passes += pending.resumed_at(split.layer, groups, row_hooks, most_tokens)
+            with pending.hooked(blocks, row_hooks):
+                value = forward(pending.row, pending.sequences)
+        except HeadsDiffer as stop:
+            share_of_layers_left = 1 - stop.layer / len(blocks.all)
+            groups = pending.equal_groups(stop.ablated_RH, pass_cost / share_of_layers_left)
+            pending_passes += pending.resumed_at(stop.layer, groups, row_hooks, most_tokens)
         else:
-            shares = ((pending.ablated_R + row_hooks.ablated_R).double() / lm.grid.total_heads).tolist()
+            shares = ((pending.ablated_count_R + row_hooks.ablated_count_R).double() / lm.grid.total_heads).tolist()
             yield SharedRowResult(pending.sequences, pending.row, shares, value)
 
 
 @dataclass(frozen=True)
 class _PendingPass:
     """Sequences read in one row from a layer on, whose input is ``hidden`` (1, N, E); None starts at the embedding.
-    ``ablated_R`` counts the heads ablated in each below the layer.
+    ``ablated_count_R`` counts the heads ablated in each below the layer.
     """
 
     sequences: list[int]
     row: SharedRow
     layer: int
     hidden: Tensor | None
-    ablated_R: Tensor
+    ablated_count_R: Tensor
 
-    def read(self, blocks: Blocks, row_hooks: SharedRowHooks, forward: Callable[[SharedRow, list[int]], V]) -> V:
-        """Return the value of ``forward``, whose pass starts at the layer; raise HeadsDiffer where it stops."""
+    @contextmanager
+    def hooked(self, blocks: Blocks, row_hooks: SharedRowHooks) -> Iterator[None]:
+        """Let a forward pass in this context start at the layer, with the hooks open; they raise HeadsDiffer where it
+        stops.
+        """
         with ExitStack() as hooks:
             if self.hidden is not None:
                 hooks.enter_context(resuming_at(blocks, self.layer, self.hidden))
@@ -518,7 +521,7 @@ class _PendingPass:
                 hooks.enter_context(block.watched(row_hooks.on_layer_input))
             hooks.enter_context(attention_hook(blocks.lm, row_hooks.on_attention))
             hooks.enter_context(output_hook(blocks.lm, row_hooks.on_outputs))
-            return forward(self.row, self.sequences)
+            yield
 
     def equal_groups(self, ablated_RH: Tensor, least_saved: float) -> list[list[int]]:
         """Return groups of sequences with equal ablated heads. A group is kept together if sharing the prefix saves
@@ -549,7 +552,7 @@ class _PendingPass:
                 row_tokens = 0
             groups_of_rows[-1].append(group)
             row_tokens += group_tokens
-        hidden, ablated_R = row_hooks.layer_input, self.ablated_R + row_hooks.ablated_R
+        hidden, ablated_count_R = row_hooks.layer_input, self.ablated_count_R + row_hooks.ablated_count_R
         assert hidden is not None
         pending_passes: list[_PendingPass] = []
         for row_groups in groups_of_rows:
@@ -557,7 +560,7 @@ class _PendingPass:
             kept = sorted(index for group in row_groups for index in group)
             sequences = [self.sequences[index] for index in kept]
             row_hidden = hidden[:, token_indices.to(hidden.device)]
-            pending_passes.append(_PendingPass(sequences, row, layer, row_hidden, ablated_R[kept]))
+            pending_passes.append(_PendingPass(sequences, row, layer, row_hidden, ablated_count_R[kept]))
         return pending_passes
 
 

@@ -131,21 +131,21 @@ def collect(
         NotFiniteError: A statistic is NaN or infinite.
     """
     wanted = check_statistics(statistics)
-    batch = _Batch.check(lm, input_ids, lengths, decoder_input_ids, decoder_lengths)
-    collector = _Collector(lm, batch, wanted, widths or MassWidths(), path, keep_nonfinite)
+    model_inputs = _ModelInputs.checked(lm, input_ids, lengths, decoder_input_ids, decoder_lengths)
+    collector = _Collector(lm, model_inputs, wanted, widths or MassWidths(), path, keep_nonfinite)
     with torch.no_grad(), ExitStack() as hooks:
         if wanted - OUTPUT_STATISTICS.keys():
             hooks.enter_context(attention_hook(lm, collector.on_attention))
         if wanted & OUTPUT_STATISTICS.keys():
             hooks.enter_context(output_hook(lm, collector.on_outputs))
-        run_forward(lm.model, batch.inputs, batch.for_hooks)
+        run_forward(lm.model, model_inputs.inputs, model_inputs.for_hooks)
     advice = dict.fromkeys((*STATISTICS, *PROFILES), "Name it in the argument statistics of collect")
     advice |= dict.fromkeys(SCORES.keys() - advice, "Call headscan.score, which derives scores from statistics")
     return NamedValues("statistic", collector.stacked(), advice)
 
 
 @dataclass(frozen=True)
-class _Batch:
+class _ModelInputs:
     """A checked batch on the model's input device: real queries and keys of the measured sites (B,), tokens of the keys
     (B, S). ``for_hooks`` has padding masks that the model itself does not need: a causal decoder is right without them,
     but a rule that is open around it reads them, because it must not count padding.
@@ -158,14 +158,14 @@ class _Batch:
     key_ids: Tensor
 
     @classmethod
-    def check(
+    def checked(
         cls,
         lm: LoadedModel,
         input_ids: TokenIds,
         lengths: Tensor | Sequence[int] | None,
         decoder_input_ids: TokenIds | None,
         decoder_lengths: Tensor | Sequence[int] | None,
-    ) -> _Batch:
+    ) -> _ModelInputs:
         ids, lengths = check_ids(lm, input_ids, lengths)
         causal = all(site.causal for site in lm.grid.sites)
         if decoder_lengths is not None and decoder_input_ids is None:
@@ -249,21 +249,21 @@ class _Collector:
     def __init__(
         self,
         lm: LoadedModel,
-        batch: _Batch,
+        model_inputs: _ModelInputs,
         wanted: frozenset[str],
         widths: MassWidths,
         path: AttentionPath,
         keep_nonfinite: bool,
     ) -> None:
-        self.lm, self.batch, self.wanted, self.keep_nonfinite = lm, batch, wanted, keep_nonfinite
-        self.lengths = batch.lengths.cpu(), batch.key_lengths.cpu()
+        self.lm, self.model_inputs, self.wanted, self.keep_nonfinite = lm, model_inputs, wanted, keep_nonfinite
+        self.lengths = model_inputs.lengths.cpu(), model_inputs.key_lengths.cpu()
         request = AttentionRequest(
             wanted - OUTPUT_STATISTICS.keys(),
-            batch.lengths,
-            batch.key_lengths,
+            model_inputs.lengths,
+            model_inputs.key_lengths,
             widths,
             path,
-            key_masks(lm, batch.key_ids, wanted),
+            key_masks(lm, model_inputs.key_ids, wanted),
             shortest=int(self.lengths[0].min()),
         )
         self._requests = {request.lengths.device: request}
@@ -284,7 +284,7 @@ class _Collector:
 
     def stacked(self) -> dict[str, Tensor]:
         """Return all statistics as (B, L, H) or (B, L, H, bins)."""
-        B, (L, H) = len(self.batch.lengths), self.lm.grid.shape
+        B, (L, H) = len(self.model_inputs.lengths), self.lm.grid.shape
         measured = on_cpu(self.measured)
         defined_for_all_B = torch.zeros(B, dtype=torch.bool)
         stacked: dict[str, Tensor] = {}

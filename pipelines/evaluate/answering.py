@@ -165,7 +165,7 @@ def answer_arms(
             schedule = _Schedule(responses_of_arms, chunks, settings)
             task: Task[Any, Any] = score_in_ranges if pool.staged else answer_item
             for finished in pool.map(task, schedule.pool_items()):
-                item_arms, chunk = schedule.arms_and_chunk(finished)
+                item_arms, chunk = schedule.take_finished(finished)
                 # At once for all arms, or the rate would be that of one arm.
                 progress.update(len(chunk.hashes) * len(item_arms))
                 for arm_responses, chunk_responses in zip(item_arms, finished.value, strict=True):
@@ -218,7 +218,7 @@ class _Schedule:
                     self._in_flight[item.name] = item_arms, chunk
                     yield item
 
-    def arms_and_chunk(self, finished: Finished[ScoringItem[Any], Any]) -> tuple[list[ArmResponses], RequestChunk]:
+    def take_finished(self, finished: Finished[ScoringItem[Any], Any]) -> tuple[list[ArmResponses], RequestChunk]:
         """Return the arms and the requests of a finished item, whose time counts for the next bundles."""
         item_arms, chunk = self._in_flight.pop(finished.item.name)
         if len(item_arms) > 1:
@@ -227,8 +227,8 @@ class _Schedule:
         return item_arms, chunk
 
     def _most_arms(self, chunk: RequestChunk) -> int:
-        """Return how many arms are answered in `_BUNDLE_SECONDS`, at least `BUNDLE_SIZE`; exactly that before the first
-        bundle is measured.
+        """Return how many arms are answered in `_BUNDLE_SECONDS`, at least `BUNDLE_SIZE`, and exactly that before the
+        first bundle is measured; 1 if the requests of a chunk cannot be bundled.
         """
         if not chunk.can_bundle:
             return 1

@@ -127,7 +127,7 @@ def _answering_settings(
     check_generates(pool, questions.requests)
     share_prefixes = False if pool.staged else config.share_prefixes
     reading = choose_reading(pool, facts.dtype, run.identity.rope_lengths, interventions, share_prefixes, run.say)
-    # Arms that use headscan's attention kernels always start from token ids, never from a cached layer.
+    # Passes in headscan's attention kernels start from token ids, never from a layer of the baseline's pass.
     if arm_count > 1 and not (pool.staged or reading.headscan_kernels):
         reading = replace(reading, starts=pool.one(possible_starts, interventions))
     prefix_tokens = max(questions.longest_input(), joint_prefix_tokens(facts.device.split(":")[0]))
@@ -164,25 +164,25 @@ class ArmRun:
 
     def answer(
         self,
-        run: Run,
-        arms: Sequence[BegunArm],
+        model_run: Run,
+        model_arms: Sequence[BegunArm],
         questions: ArmQuestions,
         chunks: Sequence[RequestChunk],
         settings: AnsweringSettings,
     ) -> None:
-        """Answer all questions with the arms of one model, that of ``run``, and finish each arm. ``chunks`` hold the
-        requests of the questions.
+        """Answer all questions with the arms of one model, that of ``model_run``, and finish each arm. ``chunks`` hold
+        the requests of the questions.
         """
-        title = f"{len(arms)} arm{'s' * (len(arms) > 1)}"
-        for arm_responses in answer_arms(run.store, run.pool, arms, chunks, settings, title=title):
+        store, title = self.run.store, f"{len(model_arms)} arm{'s' * (len(model_arms) > 1)}"
+        for arm_responses in answer_arms(store, model_run.pool, model_arms, chunks, settings, title=title):
             arm_name = arm_responses.arm.name
             try:
-                line = _finish_arm(run.store, questions, run.facts, arm_responses)
+                line = _finish_arm(store, questions, model_run.facts, arm_responses)
                 if self.judges_arms:
-                    run.say(line)
+                    self.run.say(line)
             except NotFiniteError as problem:
                 self.failed.append(arm_name)
-                run.say(f"{arm_name}: {problem}")
+                self.run.say(f"{arm_name}: {problem}")
 
     def finish(self) -> None:
         """Store the verdicts of the answered arms, and finish the run. Raise NotFiniteError if arms failed."""

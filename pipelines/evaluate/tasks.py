@@ -181,6 +181,8 @@ class TaskResults:
 
 
 class Tasks:
+    """The tasks of lm-eval: `collect` asks once for all requests, and `results` grades the answers of each arm."""
+
     def __init__(self, config: TaskConfig) -> None:
         self._config = config
         self._without_examples: list[str] = []
@@ -238,8 +240,8 @@ class Tasks:
                 digest.update(json.dumps(question, sort_keys=True, default=str).encode())
         return digest.hexdigest()
 
-    def collect(self, lm: HeadscanLM) -> None:
-        """Build all requests and pass them to the model, which collects them."""
+    def collect(self, adapter: HeadscanLM) -> None:
+        """Build all requests and pass them to the adapter, which collects them."""
         requests: dict[str, list[Any]] = {}
         for name, task in self._loaded["tasks"].items():
             if getattr(task, "MULTIMODAL", False) or getattr(task, "UNSAFE_CODE", False):
@@ -248,12 +250,12 @@ class Tasks:
             with quiet_harness(), _named_failure(f"the requests of {name} cannot be made"):
                 task.build_all_requests(
                     limit=self._config.limit,
-                    rank=lm.rank,
-                    world_size=lm.world_size,
+                    rank=adapter.rank,
+                    world_size=adapter.world_size,
                     apply_chat_template=self._config.apply_chat_template,
                     fewshot_as_multiturn=self._config.multiturn,
-                    chat_template=lm.apply_chat_template if self._config.apply_chat_template else None,
-                    tokenizer_name=lm.tokenizer_name,
+                    chat_template=adapter.apply_chat_template if self._config.apply_chat_template else None,
+                    tokenizer_name=adapter.tokenizer_name,
                 )
             # lm-eval would build the requests again for each arm.
             task.build_all_requests = _built_already
@@ -262,7 +264,7 @@ class Tasks:
         for kind, instances in requests.items():
             names = dict.fromkeys(str(instance.task_name) for instance in instances)
             with _named_failure(f"the requests of {', '.join(names)} cannot be made"):
-                getattr(lm, kind)(instances)
+                getattr(adapter, kind)(instances)
 
     @property
     def questions(self) -> int:
@@ -280,7 +282,7 @@ class Tasks:
             name: sum(1 for _ in task.eval_docs) for name, task in self._loaded["tasks"].items() if _is_graded(task)
         }
 
-    def results(self, lm: HeadscanLM, responses: Mapping[str, LogLikelihood | str]) -> TaskResults:
+    def results(self, adapter: HeadscanLM, responses: Mapping[str, LogLikelihood | str]) -> TaskResults:
         if not self._config.names:
             return TaskResults(answer_table({}, {}), _result_table({"results": {}}))
         from lm_eval.evaluator import evaluate as run_tasks
@@ -289,11 +291,11 @@ class Tasks:
             for instance in task.instances:
                 instance.resps.clear()
                 instance.filtered_resps.clear()
-        lm.answers = responses
+        adapter.answers = responses  # lm-eval asks every request again, and the adapter gives these answers
         names = ", ".join(self._config.names)
         with quiet_harness(), _named_failure(f"the answers to {names} cannot be graded"):
             output: Any = run_tasks(
-                lm=lm,
+                lm=adapter,
                 task_dict=self._loaded,
                 limit=self._config.limit,
                 bootstrap_iters=_BOOTSTRAP,

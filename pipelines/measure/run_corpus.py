@@ -57,7 +57,7 @@ class ShardTable(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ShardMeasurement:
+class CorpusMeasurement:
     """What a run measures on every shard of a corpus.
 
     Attributes:
@@ -94,7 +94,7 @@ class CorpusRunResult:
 def run_corpus(
     config: CorpusRunConfig,
     run: Run,
-    measurement: ShardMeasurement,
+    measurement: CorpusMeasurement,
     *,
     prompts: Iterable[TokenSequence] = (),
     part: Part | None = None,
@@ -131,7 +131,9 @@ def run_corpus(
         if stored_run is not None and _has_part(run.store, stored_run, part):
             return CorpusRunResult(stored_run["run_id"], already_done=True, part=part)
     # Parts of one scan may run on different devices, and all need the same shards.
-    wanted_size = config.shard_size if part is None else config.shard_size or _PART_SHARD
+    wanted_size = config.shard_size
+    if part is not None and wanted_size is None:
+        wanted_size = _PART_SHARD
     shard_size = shard_size_of(run, kind, run_hash, wanted_size, config.tokens.max_tokens, measurement.cost_in_passes)
 
     report = CorpusReport()
@@ -200,10 +202,10 @@ def write_shards(
             Progress(record.kind, total_sequences, "sequences") as progress,
             ShardWriter(store, state.run_id) as writer,
         ):
-            # In this process progress moves with each pass, elsewhere with each shard.
-            pool_task = task
+            pool_task, counts_passes = task, False
             if pool.local and isinstance(task, PassTask):
-                pool_task = partial(task, on_pass=progress.update)
+                # In this process progress moves with each pass, elsewhere with each shard.
+                pool_task, counts_passes = partial(task, on_pass=progress.update), True
             for finished in pool.map(pool_task, tally.to_measure(all_shards, progress)):
                 shard, table = finished.item, finished.value
                 ledger_row = ShardRecord(
@@ -211,7 +213,7 @@ def write_shards(
                 )
                 writer.add(ShardToWrite(ledger_row, sequence_table(shard), table.heads))
                 tally.measured += 1
-                if pool_task is task:
+                if not counts_passes:
                     progress.update(len(shard.sequences))
     except Exception as problem:
         total_shards = tally.total + len(problem.items) if isinstance(problem, IncompleteError) else None
@@ -409,7 +411,7 @@ class ShardWriter:
                 return
 
     def _take(self) -> list[ShardToWrite]:
-        """Wait for shards and return all that are queued, or none if the writer is closed."""
+        """Wait for shards and return all that are queued: none if the writer is closed and has written all."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             taken, self._waiting, self._bytes = self._waiting, [], 0

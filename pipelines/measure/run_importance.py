@@ -26,8 +26,8 @@ from headscan.pipelines.corpora import CorpusReport
 from headscan.pipelines.corpora.sequences import hash_ids, special_tokens
 from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss
 from headscan.pipelines.measure.run_corpus import (
+    CorpusMeasurement,
     CorpusRunResult,
-    ShardMeasurement,
     ShardTable,
     run_corpus,
     run_fingerprint,
@@ -122,7 +122,7 @@ def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
     task = partial(
         measure_importance, reduction=config.reduction, batch_tokens=config.batch_tokens, rope=run.identity.rope_lengths
     )
-    measurement = ShardMeasurement(
+    measurement = CorpusMeasurement(
         "importance", task, cost_in_passes=_COST_IN_PASSES, identity_settings=settings, stored_settings=settings
     )
     return run_corpus(config, run, measurement, prompts=_recall_prompts(config, run))

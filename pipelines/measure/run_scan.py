@@ -23,7 +23,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import Batch, pad, whole_batches
 from headscan.pipelines import corpora
-from headscan.pipelines.measure.run_corpus import CorpusRunResult, ShardMeasurement, ShardTable, run_corpus
+from headscan.pipelines.measure.run_corpus import CorpusMeasurement, CorpusRunResult, ShardTable, run_corpus
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.measure_settings import ScanConfig
 
@@ -38,7 +38,7 @@ def run_scan(config: ScanConfig, run: Run) -> CorpusRunResult:
     task = MeasureShard(
         config.measured, config.widths, config.batch_tokens, config.keep_nonfinite, run.identity.rope_lengths
     )
-    measurement = ShardMeasurement(
+    measurement = CorpusMeasurement(
         "scan",
         task,
         cost_in_passes=_COST_IN_PASSES,

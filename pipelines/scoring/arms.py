@@ -291,7 +291,7 @@ def distinct_arms(arms: Sequence[Arm]) -> list[Arm]:
 
 
 def check_arms(grid: HeadGrid, arms: Sequence[Arm]) -> list[str]:
-    """Return warnings about the masks of the arms."""
+    """Return warnings about the masks of the arms; raise if a mask has every head."""
     notes = []
     total = grid.total_heads
     for arm in arms:

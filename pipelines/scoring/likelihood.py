@@ -69,8 +69,8 @@ def by_request(inputs: Sequence[DistinctInput], results: Mapping[int, InputResul
     shares: dict[int, float] = {}
     for index, one_input in enumerate(inputs):
         result = results[index]
-        for (request, _), likelihood in zip(one_input.requests, result.likelihoods, strict=True):
-            likelihoods[request], shares[request] = likelihood, result.ablated_share
+        for (request_index, _), likelihood in zip(one_input.requests, result.likelihoods, strict=True):
+            likelihoods[request_index], shares[request_index] = likelihood, result.ablated_share
     order = range(len(likelihoods))
     return Responses(tuple(likelihoods[i] for i in order), tuple(shares[i] for i in order))
 
@@ -174,16 +174,17 @@ def _score_after(
     """Score the inputs that continue from ``prefixes``, those of a node with the given indices."""
     row_of = {prefix: row for row, prefix in enumerate(prefix_indices)}
     continuing = [(index, row_of[prefix]) for index, prefix in node.sequences if prefix in row_of]
-    lengths = [_weighted_tokens(len(inputs[index].ids) - node.end, node.end) for index, _ in continuing]
-    groups = [lm.rope_lengths.group(len(inputs[index].ids)) for index, _ in continuing]
+    input_indices, prefix_rows = [index for index, _ in continuing], [row for _, row in continuing]
+    lengths = [_weighted_tokens(len(inputs[index].ids) - node.end, node.end) for index in input_indices]
+    groups = [lm.rope_lengths.group(len(inputs[index].ids)) for index in input_indices]
 
     def score_batch(batch: list[int]) -> list[A]:
-        after = Continued(node.end, prefixes, tuple(continuing[i][1] for i in batch))
-        return score([inputs[continuing[i][0]] for i in batch], after)
+        after = Continued(node.end, prefixes, tuple(prefix_rows[i] for i in batch))
+        return score([inputs[input_indices[i]] for i in batch], after)
 
     for batch in batches(lengths, batch_tokens, pass_cost=pass_cost(lm.device.type), groups=groups):
         for scored, results in run_halving(batch, score_batch, lengths, lm.limits["inputs"]):
-            yield from zip((continuing[i][0] for i in scored), results, strict=True)
+            yield from zip((input_indices[i] for i in scored), results, strict=True)
 
 
 def _weighted_tokens(tokens: int, prefix_tokens: int) -> int:
@@ -249,15 +250,15 @@ def score_inputs(
 def likelihoods_at(
     lm: LoadedModel,
     inputs: Sequence[DistinctInput],
-    ids: Tensor,
+    input_ids: Tensor,
     positions: Sequence[tuple[int, int]],
     **arguments: Any,
 ) -> list[list[LogLikelihood]]:
     """Return the log-likelihoods of each input's requests, from one pass over ids (B, N) with further ``arguments``.
-    ``positions`` are the scored ones of all inputs, as (row, column) of ``ids``.
+    ``positions`` are the scored ones of all inputs, as (row, column) of ``input_ids``.
     """
     rows, columns = [row for row, _ in positions], [column for _, column in positions]
-    likelihoods = iter(_likelihoods_of_logits(logits_at(lm, ids, rows, columns, **arguments), inputs))
+    likelihoods = iter(_likelihoods_of_logits(logits_at(lm, input_ids, rows, columns, **arguments), inputs))
     return [[next(likelihoods) for _ in one_input.requests] for one_input in inputs]
 
 
@@ -266,14 +267,14 @@ def _likelihoods_of_logits(logits_MV: Tensor, inputs: Sequence[DistinctInput]) -
     rows: list[int] = []  # of the logits that predict each target token
     targets: list[int] = []
     request_indices: list[int] = []  # the request of each target token
-    end = requests = 0
+    end = request_count = 0
     for one_input in inputs:
         end += len(one_input.scored_positions)
         for _, target in one_input.requests:
             rows += range(end - len(target), end)
             targets += target
-            request_indices += [requests] * len(target)
-            requests += 1
+            request_indices += [request_count] * len(target)
+            request_count += 1
     row_T = torch.tensor(rows, device=logits_MV.device)
     target_T = torch.tensor(targets, device=logits_MV.device)
     request_T = torch.tensor(request_indices)
@@ -285,8 +286,8 @@ def _likelihoods_of_logits(logits_MV: Tensor, inputs: Sequence[DistinctInput]) -
         logit_rows, target_ids = row_T[tokens] - start, target_T[tokens]
         log_likelihood_T[tokens] = logits.float().log_softmax(-1)[logit_rows, target_ids]
         greedy_T[tokens] = _greedy(logits, logit_rows, target_ids)
-    sums = torch.zeros(requests, dtype=torch.float64).index_add_(0, request_T, log_likelihood_T.cpu().double())
-    counts = torch.zeros(requests, dtype=torch.long).index_add_(0, request_T, greedy_T.cpu().long())
+    sums = torch.zeros(request_count, dtype=torch.float64).index_add_(0, request_T, log_likelihood_T.cpu().double())
+    counts = torch.zeros(request_count, dtype=torch.long).index_add_(0, request_T, greedy_T.cpu().long())
     return [LogLikelihood(*request) for request in zip(sums.tolist(), counts.tolist(), strict=True)]
 
 

@@ -9,13 +9,13 @@ several arms (masks and baseline) share layers                      `BundleItem`
 the model continues prompts: a `GenerationRequest`                  `GenerationItem`  `generation`
 ``intervention.evicts``: a plan in mode ``decode``                  `EvictionItem`    `eviction`
 ``shared_rows`` and ``intervention.needs_whole_input``: a rule      `SharedRowItem`   `shared_row_likelihood`
-``shared_rows`` and ``headscan_kernels``: any arm, next to a rule   `SharedRowItem`   `shared_row_likelihood`
+``shared_rows`` and ``headscan_kernels``: any arm that rounds so    `SharedRowItem`   `shared_row_likelihood`
 otherwise: masks, baseline, rules where prompts share no rows       `LikelihoodItem`  `likelihood`
 ==================================================================  ================  =======================
 
-`choose_reading` sets ``shared_rows`` if an arm is a rule and the model can share rows, and ``headscan_kernels`` if all
-arms must round as a rule does, in half precision. Every arm of a model that runs by layer ranges is a `LikelihoodItem`,
-which `answering` passes to `staged_likelihood.score_in_ranges`.
+`choose_reading` sets ``headscan_kernels`` if all arms must round as one of them does, such as a rule or a window mask
+in half precision, and ``shared_rows`` if the model can share rows, for these arms or for a rule. Every arm of a model
+that runs by layer ranges is a `LikelihoodItem`, which `answering` passes to `staged_likelihood.score_in_ranges`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PromptReading:
     Attributes:
         share_prefixes: Common prefixes are read once, into a KV cache, or in shared rows.
         shared_rows: Rules, which cannot continue from a KV cache, share prefixes in rows.
-        headscan_kernels: All arms use headscan's attention kernels, and rows if rules do.
+        headscan_kernels: All arms use headscan's attention kernels, and rows if ``shared_rows``.
         starts: Where the passes of masks in one item can start.
     """
 

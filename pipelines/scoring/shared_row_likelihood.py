@@ -1,4 +1,4 @@
-"""Likelihoods of prompts that share prefixes in rows: of rules, and in half precision of the arms next to a rule.
+"""Likelihoods of prompts that share prefixes in rows: of rules, and in half precision of all arms that round alike.
 
 Rules need whole inputs, but ablate the same heads in most inputs with a common prefix. A row contains the prefix once,
 and it is read for all of them up to the layer at which their ablated heads differ (`layers.shared_rows`). Answers equal
@@ -97,8 +97,8 @@ def _members(node: PrefixNode) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class SharedRowItem(ArmItem[Request]):
-    """Requests for one replica whose model can read shared rows. Requests with an ablation that may not share rows (see
-    `LayerwiseAblation`) are read whole.
+    """Requests for one replica whose model can read shared rows. With an intervention that may not share them (one that
+    is no `LayerwiseAblation`, or whose `may_share_rows` is False) requests are read whole.
     """
 
     def run(self, lm: LoadedModel) -> list[Responses[LogLikelihood]]:
@@ -168,16 +168,16 @@ class _RowReader:
                 results[members[ending]] = InputResult(likelihoods, ablated_share)
         return results
 
-    def _read_endings(self, members: Sequence[int], row: SharedRow, endings: list[int]) -> list[list[LogLikelihood]]:
+    def _read_endings(
+        self, members: Sequence[int], row: SharedRow, ending_indices: list[int]
+    ) -> list[list[LogLikelihood]]:
         """Return the log-likelihoods of some endings of the members' row, from one pass over ``row``, which has only
         these.
         """
-        inputs = [self._inputs[members[ending]] for ending in endings]
+        inputs = [self._inputs[members[index]] for index in ending_indices]
         positions = [
             (0, start + position - len(row.prefix))
             for one_input, start in zip(inputs, row.ending_starts, strict=True)
             for position in one_input.scored_positions
         ]
-        arguments = row.inputs(self._lm.device)
-        ids = arguments.pop("input_ids")
-        return likelihoods_at(self._lm, inputs, ids, positions, use_cache=False, **arguments)
+        return likelihoods_at(self._lm, inputs, positions=positions, use_cache=False, **row.inputs(self._lm.device))

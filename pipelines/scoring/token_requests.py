@@ -88,5 +88,5 @@ def request_hash(request: Request | GenerationRequest) -> str:
 
 
 def input_key(ids: Sequence[int]) -> int:
-    """Return the random-heads key of an input, equal for equal tokens."""
+    """Return the key of an input that seeds its random heads and samples, equal for equal tokens."""
     return int.from_bytes(hashlib.sha256(np.asarray(ids, dtype="<i8").tobytes()).digest()[:6], "big")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import headscan
-from headscan.ablation.rules import RuleStatistics
+from headscan.ablation.rules import ScoreStatistics
 from headscan.architectures import VOCABULARY
 from headscan.attention.calls import AttentionCall
 from headscan.attention.hooks import attention_hook, output_hook
@@ -128,16 +128,16 @@ def test_a_rule_s_statistics_are_float32_under_autocast(score: str) -> None:
     """The model's own products are in half precision, and a rule's statistics are not."""
     lm, ids = make_loaded("llama"), ids_of(2, 40)
     lengths = torch.tensor([40, 21])
-    statistics, again = RuleStatistics(lm, score), RuleStatistics(lm, score)
+    statistics, again = ScoreStatistics(lm, score), ScoreStatistics(lm, score)
     calls: dict[int, AttentionCall] = {}
     seen: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
 
     def on_attention(site: AttentionSite, call: AttentionCall) -> Tensor:
         calls[site.layer] = call
-        return statistics.on_attention(call, lengths)
+        return statistics.attend(call, lengths)
 
     def on_outputs(site: AttentionSite, outputs_BNHD: Tensor) -> None:
-        seen[site.layer] = (outputs_BNHD, statistics.on_outputs(site, outputs_BNHD, lengths))
+        seen[site.layer] = (outputs_BNHD, statistics.layer_statistics(site, outputs_BNHD, lengths))
 
     with attention_hook(lm, on_attention), output_hook(lm, on_outputs), torch.autocast("cpu", dtype=HALF):
         lm.model(input_ids=ids)
@@ -145,8 +145,8 @@ def test_a_rule_s_statistics_are_float32_under_autocast(score: str) -> None:
     assert torch.equal(value.to(HALF).to(value.dtype), value)  # the model rounded its own product
     for site in lm.grid.sites:
         outputs_BNHD, found = seen[site.layer]
-        again.on_attention(calls[site.layer], lengths)
-        for name, values in again.on_outputs(site, outputs_BNHD, lengths).items():
+        again.attend(calls[site.layer], lengths)
+        for name, values in again.layer_statistics(site, outputs_BNHD, lengths).items():
             assert torch.equal(found[name], values)
 
 
