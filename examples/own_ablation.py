@@ -10,18 +10,19 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 import headscan
-from headscan.ablation.rules import ScoredAblation
-from headscan.pipelines import jobs
+from headscan.pipelines import jobs  # before torch, whose threads then wait asleep
 from headscan.pipelines.corpora.stdlib_files import held_out_files
 from headscan.pipelines.evaluate.continuation_task import DEMO_TASK, write_task
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 @dataclass(frozen=True)
-class LeastOfEachLayer(ScoredAblation):
+class LeastOfEachLayer(headscan.ScoredAblation):
     """Ablates, in each layer, the head with the smallest score for the input."""
 
     score: str = "output_norm"

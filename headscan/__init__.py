@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from headscan.ablation.masks import RandomHeads as RandomHeads
     from headscan.ablation.masks import SiteMask as SiteMask
     from headscan.ablation.rules import HeadRule as HeadRule
+    from headscan.ablation.rules import ScoredAblation as ScoredAblation
     from headscan.catalog import MassWidths as MassWidths
     from headscan.errors import HeadscanError as HeadscanError
     from headscan.gradients.head_importance import importance as importance
@@ -93,6 +94,7 @@ _HOMES = {
     "Needle": "measure.behaviour_probes",
     "PlanCache": "kv.plan_cache",
     "RandomHeads": "ablation.masks",
+    "ScoredAblation": "ablation.rules",
     "Sharding": "models.loaded_model",
     "SiteMask": "ablation.masks",
     "Window": "kv.kept_keys",

@@ -237,18 +237,20 @@ _LEAST_HALF = 0.25
 @dataclass(frozen=True)
 class HalvesAgreement:
     """Agreement of two halves of a run's sequences on the order of the heads: Spearman's rank correlation and Kendall's
-    tau-b, -1 to 1.
+    tau-b, -1 to 1. Halves that ``share_documents`` say nothing about other texts.
     """
 
     sequences: tuple[int, int]
     spearman: float
     kendall: float
+    share_documents: bool = False
 
     def line(self) -> str:
         first, second = self.sequences
+        shared = " of the same documents" if self.share_documents else ""
         return (
-            f"orders of the heads by {first} and by {second} other sequences agree with Spearman {self.spearman:.2f},"
-            f" Kendall {self.kendall:.2f}"
+            f"orders of the heads by {first} and by {second} other sequences{shared} agree with Spearman"
+            f" {self.spearman:.2f}, Kendall {self.kendall:.2f}"
         )
 
 
@@ -264,14 +266,19 @@ def halves_agreement(
     if name not in IMPORTANCES:
         raise unknown_name("importance", name, IMPORTANCES)
     texts = "" if IMPORTANCES[name].on_recall else " AND recall_task IS NULL"
-    for half in ("dense_rank() OVER (ORDER BY document)", "row_number() OVER (ORDER BY sequence)"):
-        divided = f"(SELECT *, {half} % 2 AS half FROM sequences WHERE run_id = ?{texts})"
+
+    def divided_by(number: str) -> tuple[str, tuple[int, int]]:
+        """Return the sequences, with the half of each by a number, as SQL, and the sizes of both halves."""
+        divided = f"(SELECT *, {number} % 2 AS half FROM sequences WHERE run_id = ?{texts})"
         (counts,) = store.query(
             f"SELECT count(*) FILTER (half = 1) AS first, count(*) FILTER (half = 0) AS second FROM {divided}", [run_id]
         ).to_pylist()
-        sizes = counts["first"], counts["second"]
-        if min(sizes) >= _LEAST_HALF * sum(sizes):
-            break
+        return divided, (counts["first"], counts["second"])
+
+    divided, sizes = divided_by("dense_rank() OVER (ORDER BY document)")
+    share_documents = min(sizes) < _LEAST_HALF * sum(sizes)
+    if share_documents:
+        divided, sizes = divided_by("row_number() OVER (ORDER BY sequence)")
     values = store.query(
         f"SELECT max({name}) FILTER (half = 1) AS first, max({name}) FILTER (half = 0) AS second"
         f" FROM ({importance_sql(divided, 'half')}) WHERE site = ? GROUP BY layer, head"
@@ -285,7 +292,8 @@ def halves_agreement(
     from scipy.stats import kendalltau, spearmanr  # slow to import, and most rankings do without it
 
     both = values["first"], values["second"]
-    return HalvesAgreement(sizes, float(spearmanr(*both).statistic), float(kendalltau(*both).statistic))
+    agreement = float(spearmanr(*both).statistic), float(kendalltau(*both).statistic)
+    return HalvesAgreement(sizes, *agreement, share_documents=share_documents)
 
 
 @dataclass(frozen=True)

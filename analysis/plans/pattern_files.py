@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -162,11 +163,24 @@ def write_pattern(plan: HeadPlan, folder: str | Path, format: PatternFormat = "d
     text = io.StringIO()
     np.savetxt(text, full, delimiter="\t")
     config = {"sink_size": sink, "recent_size": recent, "sparsity": 1.0 - float(full.mean())}
+    _check_config(target / CONFIG_FILE, config.keys())
     # The configuration is written last, so a folder without it is incomplete.
     return [
         write_text(target / TABLE_FILES[format], text.getvalue()),
         write_text(target / CONFIG_FILE, json.dumps(config, indent=2) + "\n"),
     ]
+
+
+def _check_config(file: Path, names: Set[str]) -> None:
+    """Raise if a file that would be replaced is not the configuration of a pattern, such as that of a model."""
+    if not file.exists():
+        return
+    try:
+        held = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        held = None
+    if not isinstance(held, dict) or not held.keys() <= names:
+        raise PlanError(f"{file} is not the configuration of a pattern, and would be replaced. Choose another folder")
 
 
 def read_pattern(path: str | Path, *, inverted: bool | None = None) -> HeadPattern:

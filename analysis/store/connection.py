@@ -649,7 +649,8 @@ def opened(
     """
     if not _is_file_with_content(path):
         if not create:
-            raise StoreMissingError(f"there is no store at {path}. Run `headscan scan` first, or name another path")
+            missing = f"{path} is empty (0 bytes)" if path.exists() else f"there is no store at {path}"
+            raise StoreMissingError(f"{missing}. Run `headscan scan` first, or name another path")
         if _create(path):
             checked.remember(path)
     reading = partial(connected, path, read_only=True, timeout=timeout, on_wait=on_wait, memory=memory)

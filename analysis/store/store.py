@@ -451,16 +451,18 @@ class Store:
 
     def runs(self, kind: RunKind | None = None) -> list[dict[str, Any]]:
         """Return all runs, or those of a kind, newest first: the columns of ``runs`` with decoded JSON, and
-        ``finished_shards``, ``nonfinite_rows`` and ``last_written`` of the shards. A running run whose process has
-        ended gets the status ``interrupted``.
+        ``finished_shards`` and ``nonfinite_rows`` of the shards, and ``last_written``, when the last shard or arm was
+        finished. A running run whose process has ended gets the status ``interrupted``.
         """
         # Times are read as numbers, because pyarrow imports pandas, which takes 0.2 s, to convert those with a zone.
         found = self.query(
             "SELECT r.* REPLACE (epoch_us(r.started_at) AS started_at, epoch_us(r.finished_at) AS finished_at),"
             " coalesce(s.finished_shards, 0) AS finished_shards, coalesce(s.nonfinite_rows, 0) AS nonfinite_rows,"
-            " epoch_us(last_written) AS last_written FROM runs r LEFT JOIN (SELECT run_id, count(*) AS finished_shards,"
-            " sum(nonfinite_rows)::BIGINT AS nonfinite_rows, max(finished_at) AS last_written FROM shards GROUP BY"
-            " run_id) s USING (run_id) WHERE kind = coalesce(?, kind) ORDER BY r.started_at DESC, run_id",
+            " epoch_us(greatest(s.last_written, a.last_written)) AS last_written FROM runs r LEFT JOIN (SELECT run_id,"
+            " count(*) AS finished_shards, sum(nonfinite_rows)::BIGINT AS nonfinite_rows, max(finished_at) AS"
+            " last_written FROM shards GROUP BY run_id) s USING (run_id) LEFT JOIN (SELECT run_id, max(finished_at) AS"
+            " last_written FROM arms GROUP BY run_id) a USING (run_id) WHERE kind = coalesce(?, kind) ORDER BY"
+            " r.started_at DESC, run_id",
             [kind],
         ).to_pylist()
         for row in found:

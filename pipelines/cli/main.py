@@ -12,7 +12,6 @@ from importlib import import_module, metadata
 from typing import Any
 
 from headscan.analysis.text_tables import printable
-from headscan.cluster.devices import share_cores
 from headscan.errors import HeadscanError
 from headscan.pipelines.cli.option_parser import Parser, UsageError, add_options, read_settings, with_flags
 
@@ -73,7 +72,6 @@ def main(command_line: Sequence[str] | None = None) -> int:
     """Run a command line (None: the arguments of the process). Return the exit code: 0; 2 for an error of the user; 3
     if some named parts failed and the rest is done; 130 if interrupted.
     """
-    share_cores()
     words = sys.argv[1:] if command_line is None else list(command_line)
     try:
         if not words or words[0] not in VERBS:

@@ -61,6 +61,8 @@ class Sql(StoreVerb):
     ] = 40
 
     def __post_init__(self) -> None:
+        if not self.query.strip():
+            raise UsageError("the query is empty: give one SQL statement")
         if self.json and self.format != "table":
             raise UsageError(f"--json and --format {self.format} exclude each other: leave one of them out")
         if self.parquet is not None and self.store != StoreOptions():

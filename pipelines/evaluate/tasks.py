@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -195,9 +195,7 @@ class Tasks:
             task_names = set(manager.all_tasks)
             for name in config.names:
                 if name not in task_names and not Path(name).is_file():
-                    near = get_close_matches(name, task_names, n=3)
-                    hint = f": did you mean {', '.join(near)}? If it is your own, set" if near else ". Set"
-                    raise HarnessError(f"unknown task {name!r}{hint} `include_path` to the folder of its YAML file")
+                    raise _unknown_task(name, task_names, config.include_path)
             with _named_failure(f"{', '.join(config.names)} cannot be loaded"), _seeded():
                 self._loaded = manager.load(list(config.names))
                 self._cloze = cloze_tasks(self._loaded["tasks"]) if config.mmlu_cloze else {}
@@ -306,6 +304,25 @@ class Tasks:
         return TaskResults(answer_table(output["samples"], self._loaded["tasks"]), _result_table(output))
 
 
+def _unknown_task(name: str, task_names: Set[str], include_path: str | None) -> HarnessError:
+    """Return an error with the names that may be meant: those of the own folder, and similar ones."""
+    near = get_close_matches(name, task_names, n=3)
+    unknown = f"unknown task {name!r}" + (f": did you mean {', '.join(near)}?" if near else ".")
+    own = [] if include_path is None else sorted(_folder_manager(include_path).all_tasks)
+    if own:
+        named = ", ".join(own[:5]) + (f" and {len(own) - 5} more" if len(own) > 5 else "")
+        return HarnessError(f"{unknown} {include_path} has {named}. Name a task of it or of lm-eval")
+    set_folder = "If it is your own, set" if near else "Set"
+    return HarnessError(f"{unknown} {set_folder} `include_path` to the folder of its YAML file")
+
+
+def _folder_manager(include_path: str) -> Any:
+    """Return lm-eval's index of the tasks of a folder alone."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=include_path, include_defaults=False)
+
+
 def _manager(config: TaskConfig) -> Any:
     """Return lm-eval's index of tasks: that of the own folder alone, if it has all the tasks. lm-eval's own tasks fill
     thousands of files, whose index takes seconds. Groups may have members among them.
@@ -313,7 +330,7 @@ def _manager(config: TaskConfig) -> Any:
     from lm_eval.tasks import TaskManager
 
     if config.include_path is not None:
-        folder_manager = TaskManager(include_path=config.include_path, include_defaults=False)
+        folder_manager = _folder_manager(config.include_path)
         if set(config.names) <= set(folder_manager.all_subtasks):
             return folder_manager
     return TaskManager(include_path=config.include_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -365,7 +366,10 @@ def test_halves_of_one_long_document_are_every_other_sequence(values: dict[str, 
     alone = halves_agreement(store, run_id)
     with store.connect() as connection:
         connection.execute("UPDATE sequences SET document = 0")
-    assert halves_agreement(store, run_id) == alone  # sequences were documents before
+    together = halves_agreement(store, run_id)
+    assert alone is not None and not alone.share_documents and "same documents" not in alone.line()
+    assert together == replace(alone, share_documents=True)  # sequences were documents before
+    assert together is not None and "other sequences of the same documents agree" in together.line()
     with store.connect() as connection:
         connection.execute("DELETE FROM sequences WHERE sequence > 0")
         connection.execute("DELETE FROM head_importance WHERE sequence > 0")

@@ -132,6 +132,22 @@ def test_plans_that_the_formats_cannot_hold_are_refused(tmp_path: Path) -> None:
         write_pattern(plan, tmp_path / "c", "headkv")
 
 
+@pytest.mark.parametrize(
+    "held", ['{"model_type": "llama"}', '{"sink_size": 4, "model_type": "llama"}', "[]", "no JSON"]
+)
+def test_the_configuration_of_a_model_is_not_replaced(held: str, tmp_path: Path) -> None:
+    plan = plan_of(tmp_path / "scan", np.linspace(0.1, 0.8, 8).reshape(2, 4), [site(0, 4, 4), site(1, 4, 4)])
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(held)
+    with pytest.raises(PlanError, match="is not the configuration of a pattern, and would be replaced"):
+        write_pattern(plan, model)
+    assert [file.name for file in model.iterdir()] == ["config.json"]
+    assert (model / "config.json").read_text() == held
+    (model / "config.json").unlink()
+    assert write_pattern(plan, model) == write_pattern(plan, model)  # its own files are replaced
+
+
 def test_incomplete_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="has 0 tables of heads"):
         read_pattern(tmp_path)

@@ -182,6 +182,11 @@ def test_a_verdict_reports_the_number_of_missing_arms(evaluate: Evaluate) -> Non
     store, run_id = evaluate(TASKS, {"baseline": ("baseline", BASELINE, 0.0, {}), "ten": ("mask", _losing(2), 0.1, {})})
     whole = judge(store, run_id)
     assert (whole.unfinished, whole.progress) == (0, "")
+    (run,), (arms,) = (
+        store.runs("evaluate"),
+        store.query("SELECT epoch(max(finished_at)) AS last FROM arms").to_pylist(),
+    )
+    assert run["last_written"].timestamp() == pytest.approx(arms["last"], abs=1e-3)
     for name in ("twenty", "thirty"):
         store.begin_arm(ArmRecord(run_id, name, "mask"))
     part = judge(store, run_id)

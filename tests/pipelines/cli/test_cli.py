@@ -98,6 +98,7 @@ def test_json_holds_the_numbers_of_the_store(store: Path, capsys: pytest.Capture
     assert (row["run_id"], row["finished_shards"]) == (run["run_id"], run["total_shards"])
     assert row["started_at"] == began and row["arms"] is None
     fails(capsys, ["sql", query, "--json", "--format", "csv", "--store", store], "--json and --format csv exclude")
+    fails(capsys, ["sql", " ", "--store", store], "the query is empty: give one SQL statement")
 
 
 def test_verbs_that_print_tables_have_json() -> None:

@@ -301,7 +301,9 @@ def test_tasks_that_cannot_be_put_are_refused(spec: ModelSpec, task_folder: Path
     refused("has no chat template. Omit `apply_chat_template`", "counting", apply_chat_template=True)
     refused("generates up to 1024 tokens, and tiny-llama has 1024 positions", "endless")
     refused(r"`num_fewshot=-1` \(limit 0\)", "counting", num_fewshot=-1)
-    refused("unknown task 'contin': did you mean counting", "contin")
+    refused(f"unknown task 'contin': did you mean counting.* {task_folder} has .*counting.* of lm-eval$", "contin")
+    with pytest.raises(HarnessError, match=r"unknown task 'zzzz'\. Set `include_path` to the folder of its YAML file$"):
+        Tasks(TaskConfig(("zzzz",)))
     refused("no tasks. Name at least one in `tasks`")
     (tmp_path / "broken.yaml").write_text((task_folder / "few.yaml").read_text().replace("few", "broken"))
     with pytest.raises(HarnessError, match=r"^broken cannot be loaded: "):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -20,6 +22,19 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_idle_threads_sleep() -> None:
     share_cores()
     assert os.environ["GOMP_SPINCOUNT"] == "3000"
+
+
+def test_programs_and_the_command_line_import_torch_after_that() -> None:
+    for module in ("headscan.pipelines.jobs", "headscan.pipelines.cli.main"):
+        code = (
+            "import os, sys\nfrom importlib.abc import MetaPathFinder\nclass Watch(MetaPathFinder):\n"
+            "    def find_spec(self, name, *rest):\n"
+            "        if name == 'torch': print('torch with', os.environ.get('GOMP_SPINCOUNT'))\n"
+            f"sys.meta_path.insert(0, Watch())\nimport {module}\nprint('at the end', os.environ['GOMP_SPINCOUNT'])"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert set(done.stdout.split("\n")) <= {"torch with 3000", "at the end 3000", ""}, module
+        assert ("torch with" in done.stdout) == (module == "headscan.pipelines.jobs")
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])

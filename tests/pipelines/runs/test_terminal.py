@@ -103,6 +103,9 @@ def test_paths_that_look_like_options_stay_in_messages(capsys: pytest.CaptureFix
     for verb in ("plan", "rank", "status"):
         assert main([verb, "--store", path]) == 2
         assert f"there is no store at {path}. " in capsys.readouterr().err
+    Path(path).touch()
+    assert main(["status", "--store", path]) == 2
+    assert f"{path} is empty (0 bytes). " in capsys.readouterr().err
 
 
 def test_messages_of_the_library_name_the_flags_of_the_command_line() -> None:
