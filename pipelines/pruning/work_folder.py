@@ -97,8 +97,14 @@ def check_place(out: Path) -> None:
             )
     places = [out / name for name in _read_json(_work(out) / _SETTINGS).get("targets", ())]
     present = [out] if out in places or not out.is_dir() else list(out.iterdir())
-    if not all(each in places and _is_finished(_work(out), places.index(each), each) for each in present):
-        check_output_folder(out)
+    if all(each in places and _is_finished(_work(out), places.index(each), each) for each in present):
+        return
+    if delivered_model(out) or (present and all(map(delivered_model, present))):
+        raise PruningError(
+            f"{out} holds a finished pruned model. `headscan report` shows its verdict, `headscan evaluate` with it as "
+            "one of the models makes another. To prune again, choose a new folder"
+        )
+    check_output_folder(out)
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def test_an_interrupted_evaluation_names_the_saved_models_and_resumes(
     assert "Not judged." not in (tmp_path / "smaller" / "README.md").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s.duckdb", "smaller"]
     assert main([*command, "--heads", "0:1"]) == 2
-    assert "smaller is not empty. Choose a new folder" in capsys.readouterr().err
+    assert "smaller holds a finished pruned model. `headscan report` shows its verdict" in capsys.readouterr().err
 
 
 def test_files_of_the_user_and_running_processes_are_respected(
