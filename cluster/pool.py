@@ -185,8 +185,8 @@ class PassTask(ABC, Generic[T, Pass, P, R]):
 
     @abstractmethod
     def run(self, lm: LoadedModel, item: T, batch: Pass) -> P:
-        """Run one of `passes`, or one of its `halves`, over the loaded layers, in one call of the model without a KV
-        cache. ``lm`` is the whole model, or a `layer_ranges.StageModel` inside `Stage.running_range`.
+        """Run one of `passes`, or one of its `halves`, over the loaded layers, without a KV cache; by layer ranges, in
+        one call of the model. ``lm`` is the whole model, or a `layer_ranges.StageModel` inside `Stage.running_range`.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""An ablation of your own, evaluated next to a rule and random controls on the demo model.
+"""An ablation of your own, evaluated next to random controls on the demo model.
 
 python examples/own_ablation.py [folder]
 
@@ -57,7 +57,8 @@ folder = Path(sys.argv[1] if len(sys.argv) > 1 else "own-ablation")
 folder.mkdir(parents=True, exist_ok=True)
 task = write_task(folder / "task", held_out_files(), 30)
 ablation = LeastOfEachLayer()
-arm = jobs.Arm(ablation.label, jobs.ArmKind.RULE, ablation, ablation.score, share=1 / lm.grid.shape[1])
+share = 1 / lm.grid.shape[1]
+arm = jobs.Arm(ablation.label, jobs.ArmKind.RULE, ablation, ablation.score, share, selection="least of each layer")
 config = jobs.EvaluateConfig(jobs.ModelSpec("demo"), jobs.TaskConfig((DEMO_TASK,), str(task)), recall=None)
 arms = [arm, *jobs.random_controls(lm.grid, [arm], 3)]
 print(jobs.evaluate(config, folder / "heads.duckdb", arms))

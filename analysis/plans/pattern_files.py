@@ -172,7 +172,9 @@ def write_pattern(plan: HeadPlan, folder: str | Path, format: PatternFormat = "d
 
 
 def _check_config(file: Path, names: Set[str]) -> None:
-    """Raise if a file that would be replaced is not the configuration of a pattern, such as that of a model."""
+    """Raise if a file that would be replaced has more than the settings of a pattern: it is that of a model, or of the
+    tool that trained the pattern.
+    """
     if not file.exists():
         return
     try:
@@ -180,7 +182,7 @@ def _check_config(file: Path, names: Set[str]) -> None:
     except (OSError, ValueError):
         held = None
     if not isinstance(held, dict) or not held.keys() <= names:
-        raise PlanError(f"{file} is not the configuration of a pattern, and would be replaced. Choose another folder")
+        raise PlanError(f"{file} has further settings, which would be lost. Choose another folder")
 
 
 def read_pattern(path: str | Path, *, inverted: bool | None = None) -> HeadPattern:

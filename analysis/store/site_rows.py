@@ -202,7 +202,7 @@ class StoredMeasure:
         #: A ratio is DOUBLE in the store, a plain number REAL.
         self.ratio = below is not None
         #: The statistics whose values are in memory together.
-        self._values_of = self.statistics[:1] if score is not None and score.over == "layer" else self.statistics
+        self._together = self.statistics[:1] if score is not None and score.over == "layer" else self.statistics
 
     def values(self, threads: ThreadPoolExecutor) -> MeasureValues:
         """Return the values, which ``threads`` compute."""
@@ -236,8 +236,8 @@ class StoredMeasure:
         means = None
         if self._score is not None and self._score.over == "layer":
             means = iter(self._rows.layer_means(self.statistics[-1]))
-        for part in self._rows.parts(len(self._values_of)):
-            columns = [self._rows.read(name, part, self._values_of) for name in self._values_of]
+        for part in self._rows.parts(len(self._together)):
+            columns = [self._rows.read(name, part, self._together) for name in self._together]
             layers = []
             for layer in part:
                 cut = slice(layer.start - part[0].start, layer.stop - part[0].start)

@@ -1,7 +1,7 @@
 """The store: one DuckDB file with statistics and answers.
 
 The file is open only during a read or write, so a scan in progress can be read between two shards. Every writing method
-is one transaction, and only these methods write.
+is one transaction, or part of an open `Store.one_transaction`. Only these methods and `merge_stores` write.
 """
 
 from __future__ import annotations

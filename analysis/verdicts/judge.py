@@ -26,7 +26,7 @@ class Verdict:
     """Verdicts on the finished arms of an evaluate run.
 
     Attributes:
-        finished: All finished arms, controls last.
+        finished: All finished arms but the baseline, controls last.
         unrecorded: Rows of ``arm_verdicts`` that were computed because the store lacks them.
         max_loss: Limit of the rise of the text's loss, in nats per token.
     """

@@ -338,7 +338,7 @@ def intervene(
 
     Args:
         lm: A model from `headscan.load`.
-        intervention: A `HeadMask`, `SiteMask`, `HeadRule`, `RandomHeads` or `KvWindows`.
+        intervention: A `HeadMask`, `SiteMask`, `HeadRule`, `RandomHeads`, `KvWindows`, or one of your own.
         lengths: Real tokens (B,) of each sequence of the next batch, read by rules only. None takes them from the
             padding mask of the pass, or from `collect` if that runs it; without either all tokens are real.
         input_keys: Integers (B,) of 0 or more that seed random heads and samples of each sequence; None uses the row

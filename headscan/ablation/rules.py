@@ -44,7 +44,7 @@ class ScoreStatistics:
             _check_measurable(score_name)
             if lm.grid.kind == "cross":
                 raise InterventionError(
-                    f"a rule cannot score cross attention: {score_name}. Use a HeadMask, or another site"
+                    f"an ablation cannot score cross attention: {score_name}. Use a HeadMask, or another site"
                 )
         self.score_name, self._widths = score_name, widths or MassWidths()
         self.wanted = statistics_for([] if score_name is None else [score_name])
@@ -234,7 +234,7 @@ def _check_measurable(score_name: str) -> None:
     for name in sorted(statistics_for([score_name])):
         if masks_read({name}):
             raise InterventionError(
-                f"rules measure no score on {name}, which depends on token ids, because rules see none: "
+                f"ablations by score measure no score on {name}, which depends on token ids, because hooks see none: "
                 f"{score_name}. Use another score, or a mask of the heads that a scan ranks by it"
             )
 

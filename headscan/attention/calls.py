@@ -239,29 +239,37 @@ class ScoredCall(AttentionCall):
             unsupported = "statistics that need explicit weights" if needs_weights else "this model or device"
             raise UnsupportedModelError(f"fused attention does not support {unsupported}. Use `path='auto'`")
         if kernels is None or needs_weights or request.path == "blockwise":
-            tally = WeightTally(request, self.geometry, normalised=self.sinks_BHN is None)
-            out = attend_blockwise(self._wide(), tally, request.past)
-            call_numbers = tally.numbers()
+            out, call_numbers = self._measure_blockwise(request)
         else:
-            dtype = kernels.dtype or torch.promote_types(self.query_BHND.dtype, torch.float32)
-            query, key, value = (x.to(dtype) for x in (self.query_BHND, self.key_BKSD, self.value_BKSD))
-            query_numbers = needed_numbers(request.statistics)
-            out, fused = attend_fused(
-                kernels,
-                query,
-                key,
-                value,
-                self.scale,
-                request.widths,
-                window=self.window,
-                sinks_BHN=self.sinks_BHN,
-                numbers_with_output=any(number.with_output for number in query_numbers),
-            )
-            call_numbers = CallNumbers(fused_numbers(query_numbers, fused), {}, request, self.geometry)
+            out, call_numbers = self._measure_fused(request, kernels)
         new_values = self.value_BKSD[:, :, request.past :]
         statistics = weight_statistics(call_numbers)
         statistics |= value_statistics(new_values, request.over_keys, request.statistics, self.num_attention_heads)
         return out.to(self.query_BHND.dtype), statistics
+
+    def _measure_blockwise(self, request: AttentionRequest) -> tuple[Tensor, CallNumbers]:
+        """Return the output and numbers per query from explicit weights, a block of queries at a time."""
+        tally = WeightTally(request, self.geometry, normalised=self.sinks_BHN is None)
+        out = attend_blockwise(self._wide(), tally, request.past)
+        return out, tally.numbers()
+
+    def _measure_fused(self, request: AttentionRequest, kernels: FusedKernels) -> tuple[Tensor, CallNumbers]:
+        """Return the output and numbers per query from fused calls."""
+        dtype = kernels.dtype or torch.promote_types(self.query_BHND.dtype, torch.float32)
+        query, key, value = (x.to(dtype) for x in (self.query_BHND, self.key_BKSD, self.value_BKSD))
+        query_numbers = needed_numbers(request.statistics)
+        out, fused = attend_fused(
+            kernels,
+            query,
+            key,
+            value,
+            self.scale,
+            request.widths,
+            window=self.window,
+            sinks_BHN=self.sinks_BHN,
+            numbers_with_output=any(number.with_output for number in query_numbers),
+        )
+        return out, CallNumbers(fused_numbers(query_numbers, fused), {}, request, self.geometry)
 
     def weights(self, position_BR: Tensor) -> Tensor:
         _check_whole(self.geometry)

@@ -6,9 +6,10 @@ a second fused call with the keys as values), and the mass on a set of keys is `
 CPU, blocks of explicit scores that stay in its cache give the output and the entropy together.
 
 Subtracting one vector from all keys changes none of these numbers. The first key is subtracted: on a head with an
-attention sink, both terms of the entropy are then near zero instead of large and cancelling. In half precision that
-would round the model's own scores, so there ``lse_i`` alone is corrected afterwards (`FusedCall.centred_lse_BHN`). A
-learned sink takes the share ``1 - r`` of the weight, with ``r = sigmoid(lse_i - sink)``.
+attention sink, both terms of the entropy are then near zero instead of large and cancelling. In CUDA's half-precision
+kernels that would round the model's scores, so there ``lse_i`` alone is corrected afterwards
+(`FusedCall.centred_lse_BHN`). A learned sink takes the share ``1 - r`` of the weight, with ``r = sigmoid(lse_i -
+sink)``.
 
 Shapes: B sequences, N tokens, H query heads, K KV heads, G = H / K, D and Dv widths of a key and of a value. Outputs of
 kernels are (B, K, G, N, D): on a CPU these are views of the kernel's result, where (B, H, N, D) would be a copy.
@@ -376,8 +377,8 @@ class FusedCall:
     """The fused call of one attention layer.
 
     Attributes:
-        kernel_key_BKND: The keys as the kernels read them: minus the first key in float32 and wider, where
-            ``kernels.dtype`` is None; else the model's own.
+        kernel_key_BKND: The keys as the kernels read them: minus the first key if they compute in float32
+            or wider (``kernels.dtype`` is None); else the model's own.
         centred_BKND: The keys minus the first key.
         lse_BHN: Log-sum-exp of the scores on `kernel_key_BKND`.
         past: Number of keys before the first query's own.

@@ -217,17 +217,23 @@ class SharedRowHooks:
         ablated_RH = self._ablated_heads(site, outputs_1NHD, layout)
         if ablated_RH.is_cpu or layout.shared_copies is not None:
             ablated_on_cpu = ablated_RH.cpu()  # The one time in a layer that a GPU is waited for.
-            for group in self._row.groups:
-                if bool((ablated_on_cpu[list(group)] != ablated_on_cpu[group[0]]).any()):
-                    raise HeadsDiffer(site.layer, ablated_on_cpu)
+            self._raise_if_heads_differ(site.layer, ablated_on_cpu)
             if not bool(ablated_on_cpu.any()):
                 return outputs_1NHD
         ablated_RH = ablated_RH.to(outputs_1NHD.device, non_blocking=True)
+        self._count(ablated_RH)
+        # Each token as a sequence of its own.
+        return self._replacer(site, outputs_1NHD.transpose(0, 1), ablated_RH[layout.sequence_N]).transpose(0, 1)
+
+    def _raise_if_heads_differ(self, layer: int, ablated_RH: Tensor) -> None:
+        for group in self._row.groups:
+            if bool((ablated_RH[list(group)] != ablated_RH[group[0]]).any()):
+                raise HeadsDiffer(layer, ablated_RH)
+
+    def _count(self, ablated_RH: Tensor) -> None:
         ablated_count_R = ablated_RH.sum(1)
         counts = self._ablated_counts.get(ablated_count_R.device)
         self._ablated_counts[ablated_count_R.device] = ablated_count_R if counts is None else counts + ablated_count_R
-        # Each token as a sequence of its own.
-        return self._replacer(site, outputs_1NHD.transpose(0, 1), ablated_RH[layout.sequence_N]).transpose(0, 1)
 
     def _ablated_heads(self, site: AttentionSite, outputs_1NHD: Tensor, layout: _Layout) -> Tensor:
         """Return the ablated heads of each sequence, bool (R, H): on the CPU if no score decides."""

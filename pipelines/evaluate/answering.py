@@ -20,7 +20,7 @@ from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.bundles import BUNDLE_SIZE, bundle_arms
 from headscan.pipelines.scoring.prefix_tree import common_tokens
 from headscan.pipelines.scoring.reading import PromptReading
-from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
+from headscan.pipelines.scoring.staged_likelihood import answer_in_ranges
 from headscan.pipelines.scoring.token_requests import (
     GenerationRequest,
     LogLikelihood,
@@ -31,7 +31,7 @@ from headscan.pipelines.scoring.token_requests import (
 )
 
 #: Approximate number of chunks per arm; fewer if chunks would be smaller than a batch.
-_CHUNKS = 64
+_CHUNKS_PER_ARM = 64
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,10 @@ def _by_length(requests: Mapping[str, GenerationRequest]) -> tuple[list[str], li
 
 
 def _cut(hashes: Sequence[str], costs: Sequence[int], batch_tokens: int) -> list[Sequence[str]]:
-    """Return the hashes of each chunk, in order: of one batch of tokens, or of 1 / `_CHUNKS` of all if that is more."""
-    most_tokens = max(batch_tokens, sum(costs) // _CHUNKS)
+    """Return the hashes of each chunk, in order: of one batch of tokens, or of a part of all (`_CHUNKS_PER_ARM`) if
+    that is more.
+    """
+    most_tokens = max(batch_tokens, sum(costs) // _CHUNKS_PER_ARM)
     starts, tokens = [0], 0
     for index, cost in enumerate(costs):
         if tokens and tokens + cost > most_tokens:
@@ -122,13 +124,13 @@ class ArmResponses:
     arm_id: str
     responses: dict[str, LogLikelihood | str] = field(default_factory=dict)
     ablated_shares: dict[str, float] = field(default_factory=dict)
-    missing: set[int] = field(default_factory=set)
+    unanswered_chunks: set[int] = field(default_factory=set)
 
     def take(self, chunk: RequestChunk, chunk_responses: Responses[LogLikelihood | str]) -> None:
         """Add the responses to all requests of a chunk."""
         self.responses.update(zip(chunk.hashes, chunk_responses.values, strict=True))
         self.ablated_shares.update(zip(chunk.hashes, chunk_responses.ablated_shares, strict=True))
-        self.missing.discard(chunk.index)
+        self.unanswered_chunks.discard(chunk.index)
 
     def forget(self) -> None:
         """Free the responses: a sweep has hundreds of arms."""
@@ -152,25 +154,25 @@ def answer_arms(
     responses_of_arms = _stored_responses(store, arms, chunks)
     total = len(arms) * sum(len(chunk.hashes) for chunk in chunks)
     unanswered = sum(
-        len(chunks[index].hashes) for arm_responses in responses_of_arms for index in arm_responses.missing
+        len(chunks[index].hashes) for arm_responses in responses_of_arms for index in arm_responses.unanswered_chunks
     )
     writer = _ResponseWriter(store)
     with Progress(title, total, "requests") as progress:
         progress.skip(total - unanswered)
         for arm_responses in responses_of_arms:
-            if not arm_responses.missing:
+            if not arm_responses.unanswered_chunks:
                 yield arm_responses
                 arm_responses.forget()
         try:
             schedule = _Schedule(responses_of_arms, chunks, settings)
-            task: Task[Any, Any] = score_in_ranges if pool.staged else answer_item
+            task: Task[Any, Any] = answer_in_ranges if pool.staged else answer_item
             for finished in pool.map(task, schedule.pool_items()):
                 item_arms, chunk = schedule.take_finished(finished)
                 # At once for all arms, or the rate would be that of one arm.
                 progress.update(len(chunk.hashes) * len(item_arms))
                 for arm_responses, chunk_responses in zip(item_arms, finished.value, strict=True):
                     arm_responses.take(chunk, chunk_responses)
-                    if arm_responses.missing:
+                    if arm_responses.unanswered_chunks:
                         writer.add(arm_responses, chunk)
                     else:
                         writer.drop(arm_responses)  # a finished arm is stored as a whole
@@ -205,7 +207,9 @@ class _Schedule:
         for arm_indices in bundle_arms(interventions, reading.starts, self._settings.bundle_size):
             bundled = [self._responses_of_arms[index] for index in arm_indices]
             for chunk in self._chunks:
-                unanswered = [arm_responses for arm_responses in bundled if chunk.index in arm_responses.missing]
+                unanswered = [
+                    arm_responses for arm_responses in bundled if chunk.index in arm_responses.unanswered_chunks
+                ]
                 while unanswered:
                     most_arms = self._most_arms(chunk)
                     item_arms, unanswered = unanswered[:most_arms], unanswered[most_arms:]
@@ -288,7 +292,7 @@ def _stored_responses(store: Store, arms: Sequence[BegunArm], chunks: Sequence[R
         arm_responses.ablated_shares[row["request"]] = row["ablated_share"]
     for arm_responses in by_arm_id.values():
         answered = arm_responses.responses.keys()
-        arm_responses.missing = {chunk.index for chunk in chunks if not answered >= set(chunk.hashes)}
+        arm_responses.unanswered_chunks = {chunk.index for chunk in chunks if not answered >= set(chunk.hashes)}
     return list(by_arm_id.values())
 
 

@@ -32,7 +32,7 @@ from headscan.pipelines.corpora.sequences import hash_ids
 from headscan.pipelines.evaluate.checks import check_generates, check_next_token_head
 from headscan.pipelines.evaluate.run_evaluation import EVALUATE, Purpose, run_evaluation
 from headscan.pipelines.evaluate.tasks import Questions
-from headscan.pipelines.measure.run_corpus import write_shards
+from headscan.pipelines.measure.run_corpus import measure_shards
 from headscan.pipelines.measure.run_scan import MeasureShard
 from headscan.pipelines.runs.head_orders import find_run
 from headscan.pipelines.runs.model_identity import ModelFacts, fingerprint
@@ -156,7 +156,7 @@ def record_prompts(config: EvaluateConfig, run: Run, questions: Questions) -> st
     )
     task = MeasureShard(statistics, widths, config.batch_tokens, False, run.identity.rope_lengths)
     prompt_shards = shards(_sequences(prompts, names, report), shard_size=_SHARD)
-    return write_shards(run, record, task, prompt_shards, report, total_sequences=len(prompts)).run_id
+    return measure_shards(run, record, task, prompt_shards, report, total_sequences=len(prompts)).run_id
 
 
 def _sequences(prompts: Iterable[tuple[int, ...]], source: str, report: CorpusReport) -> Iterator[TokenSequence]:

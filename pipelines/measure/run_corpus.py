@@ -36,17 +36,17 @@ from headscan.sizing.forward_flops import forward_flops
 S = TypeVar("S", bound=Shard)
 
 #: Tokens read before the first shard runs, so that the total of most corpora is known and progress shows a time left.
-_READ_AHEAD = 20_000_000
+_READ_AHEAD_TOKENS = 20_000_000
 #: Most bytes of tables that wait, next to those that are being written; then `ShardWriter.add` blocks. A shard of 80 x
 #: 64 heads has 25 MB. Small shards are written in large groups: together, 64 shards of 1 MB take a quarter of
 #: the CPU that they take one by one.
-_WAITING = 100_000_000
+_MOST_WAITING_BYTES = 100_000_000
 #: Time of a shard whose size is not given, and the most sequences of one.
-_SHARD_SECONDS, _LARGEST_SHARD = 20, 64
+_SHARD_SECONDS, _MOST_SHARD_SEQUENCES = 20, 64
 #: Sequences of a shard of a part.
-_PART_SHARD = 16
+_PART_SHARD_SEQUENCES = 16
 #: Operations per second that a device is assumed to run, by its type; they only choose the size of a shard.
-_CPU_SPEED, _GPU_SPEED = 1e11, 1e14
+_CPU_FLOPS_PER_SECOND, _GPU_FLOPS_PER_SECOND = 1e11, 1e14
 
 
 class ShardTable(NamedTuple):
@@ -121,19 +121,13 @@ def run_corpus(
         "batch_tokens": config.batch_tokens,
     }
     run_hash = run_fingerprint(run, kind, fingerprinted_settings, config.shard_size)
-    finished_run_id = run.finished_run(kind, run_hash)
-    if finished_run_id is not None:
-        with at_work("summary of all heads"):
-            run.store.summarise(finished_run_id)
-        return CorpusRunResult(finished_run_id, already_done=True)
-    if part is not None:
-        stored_run = run.stored_run(kind, run_hash)
-        if stored_run is not None and _has_part(run.store, stored_run, part):
-            return CorpusRunResult(stored_run["run_id"], already_done=True, part=part)
+    finished_result = _finished_result(run, kind, run_hash, part)
+    if finished_result is not None:
+        return finished_result
     # Parts of one scan may run on different devices, and all need the same shards.
     wanted_size = config.shard_size
     if part is not None and wanted_size is None:
-        wanted_size = _PART_SHARD
+        wanted_size = _PART_SHARD_SEQUENCES
     shard_size = shard_size_of(run, kind, run_hash, wanted_size, config.tokens.max_tokens, measurement.cost_in_passes)
 
     report = CorpusReport()
@@ -168,7 +162,7 @@ def run_corpus(
         corpus_hash=corpus_fingerprint,
         total_shards=total_shards,
     )
-    return write_shards(
+    return measure_shards(
         run,
         record,
         measurement.task,
@@ -179,7 +173,20 @@ def run_corpus(
     )
 
 
-def write_shards(
+def _finished_result(run: Run, kind: RunKind, run_hash: str, part: Part | None) -> CorpusRunResult | None:
+    """Return the result of a run, or of a part, that the store has already; None if there is work to do."""
+    finished_run_id = run.finished_run(kind, run_hash)
+    if finished_run_id is not None:
+        with at_work("summary of all heads"):
+            run.store.summarise(finished_run_id)
+        return CorpusRunResult(finished_run_id, already_done=True)
+    stored_run = None if part is None else run.stored_run(kind, run_hash)
+    if part is not None and stored_run is not None and _has_part(run.store, stored_run, part):
+        return CorpusRunResult(stored_run["run_id"], already_done=True, part=part)
+    return None
+
+
+def measure_shards(
     run: Run,
     record: RunRecord,
     task: Task[S, ShardTable],
@@ -309,10 +316,10 @@ def run_fingerprint(run: Run, kind: RunKind, settings: Mapping[str, Any], shard_
     it, and with one of 30 it is another run.
     """
     # Fingerprints of runs that chose their size hold the largest one, so the same size, if given, needs another mark.
-    hash_of_chosen_size = fingerprint({**settings, "shard_size": _LARGEST_SHARD})
+    hash_of_chosen_size = fingerprint({**settings, "shard_size": _MOST_SHARD_SEQUENCES})
     if shard_size is None:
         return hash_of_chosen_size
-    size_mark = f"{shard_size} given" if shard_size == _LARGEST_SHARD else shard_size
+    size_mark = f"{shard_size} given" if shard_size == _MOST_SHARD_SEQUENCES else shard_size
     hash_of_given_size = fingerprint({**settings, "shard_size": size_mark})
     stored_run = run.stored_run(kind, hash_of_chosen_size)
     chose_this_size = stored_run is not None and stored_run["config"]["shard_size"] == shard_size
@@ -333,9 +340,9 @@ def shard_size_of(
     if wanted_size is not None:
         return wanted_size
     flops = forward_flops(run.model)
-    speed = _CPU_SPEED if run.facts.device.startswith("cpu") else _GPU_SPEED
+    speed = _CPU_FLOPS_PER_SECOND if run.facts.device.startswith("cpu") else _GPU_FLOPS_PER_SECOND
     seconds = cost_in_passes * tokens * flops.per_token(tokens, logits=True) / speed
-    return max(1, min(_LARGEST_SHARD, int(_SHARD_SECONDS / seconds)))
+    return max(1, min(_MOST_SHARD_SEQUENCES, int(_SHARD_SECONDS / seconds)))
 
 
 def _read_ahead(all_shards: Iterator[Shard]) -> tuple[list[Shard], bool]:
@@ -345,7 +352,7 @@ def _read_ahead(all_shards: Iterator[Shard]) -> tuple[list[Shard], bool]:
     for shard in all_shards:
         first_shards.append(shard)
         tokens += sum(map(len, shard.sequences))
-        if tokens >= _READ_AHEAD:
+        if tokens >= _READ_AHEAD_TOKENS:
             return first_shards, True
     return first_shards, False
 
@@ -378,7 +385,7 @@ class ShardWriter:
 
     def add(self, shard: ShardToWrite) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._bytes < _WAITING or self._problem is not None)
+            self._changed.wait_for(lambda: self._bytes < _MOST_WAITING_BYTES or self._problem is not None)
             self._raise()
             self._waiting.append(shard)
             self._bytes += shard.heads.nbytes

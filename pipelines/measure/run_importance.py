@@ -29,10 +29,10 @@ from headscan.pipelines.measure.run_corpus import (
     CorpusMeasurement,
     CorpusRunResult,
     ShardTable,
+    measure_shards,
     run_corpus,
     run_fingerprint,
     shard_size_of,
-    write_shards,
 )
 from headscan.pipelines.measure.run_scan import HeadMeasurements, head_table
 from headscan.pipelines.runs.model_identity import ModelIdentity
@@ -208,7 +208,7 @@ def run_labelled_importance(config: LabelledImportanceConfig, run: Run, *, texts
         corpus_hash=data_hash,
         total_shards=len(shards),
     )
-    return write_shards(run, record, task, shards, report, total_sequences=len(texts.texts))
+    return measure_shards(run, record, task, shards, report, total_sequences=len(texts.texts))
 
 
 def _shard(index: int, examples: tuple[LabelledText, ...], source: str, report: CorpusReport) -> LabelledShard:

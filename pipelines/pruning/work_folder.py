@@ -101,8 +101,8 @@ def check_place(out: Path) -> None:
         return
     if delivered_model(out) or (present and all(map(delivered_model, present))):
         raise PruningError(
-            f"{out} holds a finished pruned model. `headscan report` shows its verdict, `headscan evaluate` with it as "
-            "one of the models makes another. To prune again, choose a new folder"
+            f"{out} holds a finished pruned model. `headscan report` shows its verdict, if it was judged; `headscan "
+            "evaluate` with it as one of the models makes another. To prune again, choose a new folder"
         )
     check_output_folder(out)
 
@@ -196,7 +196,10 @@ def read_model(folder: Path) -> BuiltModel | None:
 def delivered_model(folder: Path) -> BuiltModel | None:
     """Return the model that a run moved to a folder; None if there is none, or if its weights changed."""
     record = _read_json(folder / _DELIVERED)
-    return _model(folder, record) if record and record["weights"] == weights_hash(folder) else None
+    try:
+        return _model(folder, record) if record and record["weights"] == weights_hash(folder) else None
+    except (KeyError, TypeError):  # a file of the same name, or the record of another version
+        return None
 
 
 def _model(folder: Path, record: dict[str, Any]) -> BuiltModel:
@@ -228,7 +231,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return content
+    return content if isinstance(content, dict) else {}
 
 
 def _is_finished(work: Path, number: int, target: Path) -> bool:

@@ -28,10 +28,10 @@ from headscan.pipelines.scoring.likelihood import (
     Continued,
     DistinctInput,
     InputResult,
+    answer_in_batches,
+    answer_inputs,
     by_request,
     distinct_inputs,
-    score_in_batches,
-    score_inputs,
 )
 from headscan.pipelines.scoring.token_requests import LogLikelihood, Request, Responses, ScoringItem
 from headscan.sizing.model_sizes import LayerCache
@@ -77,8 +77,8 @@ class BundleItem(ScoringItem[Request]):
         bundled = _Bundle(lm, self)
         inputs = distinct_inputs(self.requests)
         with torch.no_grad():
-            scored = score_in_batches(
-                lm, inputs, self.batch_tokens, self.share_prefixes, bundled.read_prefixes, bundled.score
+            scored = answer_in_batches(
+                lm, inputs, self.batch_tokens, self.share_prefixes, bundled.read_prefixes, bundled.answer
             )
             results_of_arms = dict(scored)
         return [
@@ -218,13 +218,13 @@ class _Bundle:
             prefixes.append(prefix.above(start.layer + start.behind_attention, baseline))
         return _Prefixes(baseline, tuple(prefixes))
 
-    def score(self, inputs: list[DistinctInput], after: Continued[_Prefixes]) -> list[list[InputResult]]:
+    def answer(self, inputs: list[DistinctInput], after: Continued[_Prefixes]) -> list[list[InputResult]]:
         """Return the results of each input by arm."""
         prefixes = after.prefixes
         baseline: list[InputResult] | None = None
         with self._keeping() as kept, self._baseline() as baseline_pass:
             after_baseline = Continued(after.start, None if prefixes is None else prefixes.baseline, after.prefix_rows)
-            baseline = score_inputs(self._lm, inputs, after_baseline, baseline_pass.record)
+            baseline = answer_inputs(self._lm, inputs, after_baseline, baseline_pass.record)
         results_of_arms: list[list[InputResult]] = []
         for arm, (mask, start) in enumerate(self._arms):
             if mask == self._item.base:
@@ -233,7 +233,7 @@ class _Bundle:
                 continue
             after_mask = Continued(after.start, None if prefixes is None else prefixes.arms[arm], after.prefix_rows)
             with self._ablated(mask, start, kept) as record:
-                results_of_arms.append(score_inputs(self._lm, inputs, after_mask, record))
+                results_of_arms.append(answer_inputs(self._lm, inputs, after_mask, record))
         return [list(results) for results in zip(*results_of_arms, strict=True)]
 
     @contextmanager

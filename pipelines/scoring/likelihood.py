@@ -111,20 +111,20 @@ def shareable_tokens(lm: LoadedModel, inputs: Sequence[DistinctInput]) -> list[i
     return [one_input.first_scored if rope.group(len(one_input.ids)) == rope.group(1) else 0 for one_input in inputs]
 
 
-def score_in_batches(
+def answer_in_batches(
     lm: LoadedModel,
     inputs: Sequence[DistinctInput],
     batch_tokens: int,
     share_prefixes: bool,
     read_prefixes: Callable[[Sequence[Sequence[int]], P | None], P],
-    score: Callable[[list[DistinctInput], Continued[P]], list[A]],
+    answer_batch: Callable[[list[DistinctInput], Continued[P]], list[A]],
 ) -> Iterator[tuple[int, A]]:
-    """Run all inputs in batches, common prefixes first; yield each input's index and its result of ``score``.
+    """Run all inputs in batches, common prefixes first; yield each input's index and its result of ``answer_batch``.
 
     Args:
         read_prefixes: Reads the tokens (R, N) after a prefix (None starts at the first token) and returns R longer
             prefixes.
-        score: Scores a batch of inputs from their prefixes on.
+        answer_batch: Answers the requests of a batch of inputs, from their prefixes on.
     """
     cost, limit = pass_cost(lm.device.type), lm.limits["inputs"]
     batch_tokens = pass_tokens(lm.device.type, batch_tokens)
@@ -132,14 +132,14 @@ def score_in_batches(
     if share_prefixes:
         root = prefix_tree([one_input.ids for one_input in inputs], shareable_tokens(lm, inputs), cost)
         join_similar(root, cost, min(batch_tokens, joint_prefix_tokens(lm.device.type)))
-    yield from _score_after(lm, inputs, root, [0], None, batch_tokens, score)
+    yield from _answer_after(lm, inputs, root, [0], None, batch_tokens, answer_batch)
     # A prefix stays in memory while inputs or longer prefixes continue from it.
     unread: list[tuple[PrefixNode, P | None]] = [(child, None) for child in root.children]
     while unread:
         node, parent = unread.pop()
         prefix_passes = _read_node(node, parent, read_prefixes, limit)
         for prefix_indices, prefixes in prefix_passes:
-            yield from _score_after(lm, inputs, node, prefix_indices, prefixes, batch_tokens, score)
+            yield from _answer_after(lm, inputs, node, prefix_indices, prefixes, batch_tokens, answer_batch)
         if node.children:
             # Only a node with a single prefix has children, so one pass has read it.
             [(_, prefix)] = prefix_passes
@@ -162,29 +162,29 @@ def _read_node(
     return run_halving(list(range(len(node.tokens))), read, [len(ids) for ids in node.tokens], limit)
 
 
-def _score_after(
+def _answer_after(
     lm: LoadedModel,
     inputs: Sequence[DistinctInput],
     node: PrefixNode,
     prefix_indices: Sequence[int],
     prefixes: P | None,
     batch_tokens: int,
-    score: Callable[[list[DistinctInput], Continued[P]], list[A]],
+    answer_batch: Callable[[list[DistinctInput], Continued[P]], list[A]],
 ) -> Iterator[tuple[int, A]]:
-    """Score the inputs that continue from ``prefixes``, those of a node with the given indices."""
+    """Answer the inputs that continue from ``prefixes``, those of a node with the given indices."""
     row_of = {prefix: row for row, prefix in enumerate(prefix_indices)}
     continuing = [(index, row_of[prefix]) for index, prefix in node.sequences if prefix in row_of]
     input_indices, prefix_rows = [index for index, _ in continuing], [row for _, row in continuing]
     lengths = [_weighted_tokens(len(inputs[index].ids) - node.end, node.end) for index in input_indices]
     groups = [lm.rope_lengths.group(len(inputs[index].ids)) for index in input_indices]
 
-    def score_batch(batch: list[int]) -> list[A]:
+    def answer_rows(batch: list[int]) -> list[A]:
         after = Continued(node.end, prefixes, tuple(prefix_rows[i] for i in batch))
-        return score([inputs[input_indices[i]] for i in batch], after)
+        return answer_batch([inputs[input_indices[i]] for i in batch], after)
 
     for batch in batches(lengths, batch_tokens, pass_cost=pass_cost(lm.device.type), groups=groups):
-        for scored, results in run_halving(batch, score_batch, lengths, lm.limits["inputs"]):
-            yield from zip((input_indices[i] for i in scored), results, strict=True)
+        for answered, results in run_halving(batch, answer_rows, lengths, lm.limits["inputs"]):
+            yield from zip((input_indices[i] for i in answered), results, strict=True)
 
 
 def _weighted_tokens(tokens: int, prefix_tokens: int) -> int:
@@ -209,8 +209,10 @@ class LikelihoodItem(ArmItem[Request]):
         inputs = distinct_inputs(self.requests)
         share = self.share_prefixes and (self.intervention is None or self.intervention.may_share_prefix)
         with torch.no_grad(), intervening(lm, self.intervention, headscan_kernels=self.headscan_kernels) as record:
-            score = partial(score_inputs, lm, record=record)
-            results = dict(score_in_batches(lm, inputs, self.batch_tokens, share, partial(read_prefix, lm), score))
+            answer_batch = partial(answer_inputs, lm, record=record)
+            results = dict(
+                answer_in_batches(lm, inputs, self.batch_tokens, share, partial(read_prefix, lm), answer_batch)
+            )
         return [by_request(inputs, results)]
 
 
@@ -228,10 +230,10 @@ def intervening(
         yield None if intervention is None else context.enter_context(headscan.intervene(lm, intervention, **about))
 
 
-def score_inputs(
+def answer_inputs(
     lm: LoadedModel, inputs: Sequence[DistinctInput], after: Continued[Prefix], record: InterventionRecord | None
 ) -> list[InputResult]:
-    """Score inputs from their prefixes on, in one pass; ``record`` is that of the open intervention."""
+    """Answer inputs from their prefixes on, in one pass; ``record`` is that of the open intervention."""
     ids, lengths = pad([one_input.ids[after.start :] for one_input in inputs])
     if record is not None:
         record.lengths = lengths

@@ -35,7 +35,7 @@ from headscan.pipelines.scoring.bundles import (
 )
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.recall_tasks import recall_questions
-from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
+from headscan.pipelines.scoring.staged_likelihood import answer_in_ranges
 from headscan.pipelines.scoring.token_requests import LogLikelihood, Request, Responses, answer_item
 from headscan.pipelines.settings.evaluation_settings import RecallQuestions
 
@@ -189,7 +189,7 @@ class PromptPool:
 
         nats, greedy = np.empty((len(sets), len(requests))), np.empty((len(sets), len(requests)))
         scored = np.array([request.scored_tokens for request in requests])
-        task: Task[Any, Any] = score_in_ranges if staged else answer_item
+        task: Task[Any, Any] = answer_in_ranges if staged else answer_item
         for item, losses in self._measured(task, work, key_of, numbers, count):
             group, part = items[item.name]
             at = np.ix_(group, part)

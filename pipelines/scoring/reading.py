@@ -15,7 +15,7 @@ otherwise: masks, baseline, rules where prompts share no rows       `LikelihoodI
 
 `choose_reading` sets ``headscan_kernels`` if all arms must round as one of them does, such as a rule or a window mask
 in half precision, and ``shared_rows`` if the model can share rows, for these arms or for a rule. Every arm of a model
-that runs by layer ranges is a `LikelihoodItem`, which `answering` passes to `staged_likelihood.score_in_ranges`.
+that runs by layer ranges is a `LikelihoodItem`, which `answering` passes to `staged_likelihood.answer_in_ranges`.
 """
 
 from __future__ import annotations

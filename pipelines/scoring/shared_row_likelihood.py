@@ -23,12 +23,12 @@ from headscan.models.token_batches import pass_cost, pass_tokens, run_halving_by
 from headscan.pipelines.scoring.likelihood import (
     DistinctInput,
     InputResult,
+    answer_in_batches,
+    answer_inputs,
     by_request,
     distinct_inputs,
     intervening,
     likelihoods_at,
-    score_in_batches,
-    score_inputs,
     shareable_tokens,
 )
 from headscan.pipelines.scoring.prefix_tree import PrefixNode, prefix_tree
@@ -58,7 +58,9 @@ class RowPacker:
     most_tokens: int
 
     def rows(self, node: PrefixNode) -> list[PackedRow]:
-        """Return the rows of a tree of prefixes: those of each child, or one group for all if that has fewer tokens."""
+        """Return the rows of a tree of prefixes: those of each child, and of the node's own sequences, or rows that all
+        share the node's prefix if they have fewer tokens.
+        """
         apart = [row for child in node.children for row in self.rows(child)]
         apart += self._cut(node.end, [index for index, _ in node.sequences])
         together = self._cut(node.end, sorted(_members(node)))
@@ -111,8 +113,8 @@ class SharedRowItem(ArmItem[Request]):
         whole = [index for index in range(len(inputs)) if index not in results]
         whole_inputs = [inputs[index] for index in whole]
         with torch.no_grad(), intervening(lm, self.intervention, headscan_kernels=True) as record:
-            score, read_prefixes = partial(score_inputs, lm, record=record), partial(read_prefix, lm)
-            scored = score_in_batches(lm, whole_inputs, self.batch_tokens, False, read_prefixes, score)
+            answer_batch, read_prefixes = partial(answer_inputs, lm, record=record), partial(read_prefix, lm)
+            scored = answer_in_batches(lm, whole_inputs, self.batch_tokens, False, read_prefixes, answer_batch)
             results |= {whole[index]: result for index, result in scored}
         return [by_request(inputs, results)]
 

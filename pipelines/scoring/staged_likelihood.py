@@ -44,7 +44,7 @@ class RangeResult:
     heads: int
 
 
-class _ScoreInRanges(PassTask[LikelihoodItem, Batch, RangeResult, list[Responses[LogLikelihood]]]):
+class _AnswerInRanges(PassTask[LikelihoodItem, Batch, RangeResult, list[Responses[LogLikelihood]]]):
     """Pool task: answer requests like `LikelihoodItem.run`, range by range of layers."""
 
     def passes(self, item: LikelihoodItem) -> list[Batch]:
@@ -102,4 +102,4 @@ class _ScoreInRanges(PassTask[LikelihoodItem, Batch, RangeResult, list[Responses
         return [by_request(distinct_inputs(item.requests), results)]
 
 
-score_in_ranges = _ScoreInRanges()
+answer_in_ranges = _AnswerInRanges()

@@ -21,7 +21,7 @@ from headscan.cluster.pool import Finished
 from headscan.cluster.ray_pool import RayPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusReport
-from headscan.pipelines.measure.run_corpus import write_shards
+from headscan.pipelines.measure.run_corpus import measure_shards
 from headscan.pipelines.runs.run_context import Run
 from tests.benchmarks.imagined_workers import ImaginedWorker, ShardShape, answer, imagine_shard, made_shards, made_table
 
@@ -177,7 +177,7 @@ def scan_imagined(
     began = clocks()
     try:
         task = partial(imagine_shard, shape=shape, seconds=seconds)
-        write_shards(run, record, task, texts, CorpusReport(), total_sequences=None)
+        measure_shards(run, record, task, texts, CorpusReport(), total_sequences=None)
     finally:
         pool.watch = lambda finished: None
     check_rows(store, shape, shards)

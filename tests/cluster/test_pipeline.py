@@ -19,7 +19,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines import jobs
 from headscan.pipelines.corpora import Shard
 from headscan.pipelines.runs.model_identity import model_facts
-from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
+from headscan.pipelines.scoring.staged_likelihood import answer_in_ranges
 from headscan.pipelines.scoring.token_requests import answer_item
 from tests.cluster import tasks
 from tests.cluster.conftest import ray_nodes
@@ -70,7 +70,7 @@ def test_a_pipeline_gives_what_one_process_gives(family: str, stages: int, saved
         for index, rows in expected.items():
             assert_same_rows(found[index], rows)
         for name, ablated in ARMS.items():
-            theirs, ours = answers(answer_item, local, ablated), answers(score_in_ranges, pool, ablated)
+            theirs, ours = answers(answer_item, local, ablated), answers(answer_in_ranges, pool, ablated)
             for one, other in zip(ours.values, theirs.values, strict=True):
                 assert one.log_likelihood == pytest.approx(other.log_likelihood, abs=1e-6, rel=1e-6), name
                 assert one.greedy_tokens == other.greedy_tokens, name

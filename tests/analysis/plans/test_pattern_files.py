@@ -140,7 +140,7 @@ def test_the_configuration_of_a_model_is_not_replaced(held: str, tmp_path: Path)
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(held)
-    with pytest.raises(PlanError, match="is not the configuration of a pattern, and would be replaced"):
+    with pytest.raises(PlanError, match=r"config\.json has further settings, which would be lost\. Choose another"):
         write_pattern(plan, model)
     assert [file.name for file in model.iterdir()] == ["config.json"]
     assert (model / "config.json").read_text() == held

@@ -60,7 +60,7 @@ def simulated(rng: np.random.Generator, asked: AnswerSheets, texts: int, *, poin
 
 @pytest.mark.parametrize(
     ("tasks", "questions", "recall_texts", "texts", "safe"),
-    [(5, 400, 100, 64, 0.45), (57, 35, 100, 64, 0.45), (1, 400, 6, 6, 0.0)],
+    [(5, 400, 100, 64, 0.45), (57, 35, 100, 64, 0.45), (1, 381, 100, 6, 0.0), (1, 400, 6, 6, 0.0)],
 )
 def test_an_arm_without_losses_hardly_ever_loses(
     tasks: int, questions: int, recall_texts: int, texts: int, safe: float
@@ -68,17 +68,19 @@ def test_an_arm_without_losses_hardly_ever_loses(
     rng, asked, runs = np.random.default_rng(0), sheets(tasks, questions, recall_texts), 200
     outcomes = Counter(simulated(rng, asked, texts, points=0, rise=0).outcome for _ in range(runs))
     assert outcomes[Outcome.LOSES] <= 0.04 * runs  # 6 recall texts: 1.6 % of 2,000 simulations; the others 0.3 %
-    assert outcomes[Outcome.SAFE] >= safe * runs
+    assert outcomes[Outcome.SAFE] >= safe * runs if safe else outcomes[Outcome.SAFE] == 0  # 6 texts are too few
 
 
-@pytest.mark.parametrize(("tasks", "questions", "recall_texts", "texts"), [(5, 400, 100, 64), (1, 400, 6, 6)])
+@pytest.mark.parametrize(
+    ("tasks", "questions", "recall_texts", "texts"), [(5, 400, 100, 64), (57, 35, 100, 64), (1, 400, 6, 6)]
+)
 def test_an_arm_at_every_limit_may_lose_by_each(tasks: int, questions: int, recall_texts: int, texts: int) -> None:
     """Each aspect has its own 2.5 %: intervals are not widened for the number of aspects. To be safe, an arm must pass
     in all of them, so a wrong *safe* is rarer than in one.
     """
     rng, asked, runs = np.random.default_rng(0), sheets(tasks, questions, recall_texts), 300
     outcomes = Counter(simulated(rng, asked, texts, points=1, rise=MAX_LOSS).outcome for _ in range(runs))
-    assert 0.02 * runs <= outcomes[Outcome.LOSES] <= 0.15 * runs  # 10 and 6 % of 2,000 simulations
+    assert 0.02 * runs <= outcomes[Outcome.LOSES] <= 0.15 * runs  # 10, 8.5 and 6 % of 2,000 simulations
     assert outcomes[Outcome.SAFE] <= 0.01 * runs
 
 

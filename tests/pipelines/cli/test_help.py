@@ -10,7 +10,7 @@ import pytest
 
 from headscan.pipelines.cli import main
 from headscan.pipelines.cli.option_parser import UsageError, options_of
-from headscan.pipelines.measure.run_corpus import _PART_SHARD
+from headscan.pipelines.measure.run_corpus import _PART_SHARD_SEQUENCES
 
 VERBS = list(main.VERBS)
 _SCREEN = 24
@@ -59,7 +59,7 @@ def test_a_page_shows_the_usual_options_and_another_all(verb: str, capsys: pytes
 @pytest.mark.parametrize(
     ("verb", "text"),
     [
-        ("scan", f"and {_PART_SHARD} for a part of a corpus"),
+        ("scan", f"and {_PART_SHARD_SEQUENCES} for a part of a corpus"),
         ("sweep", "on half of the task questions and a quarter of the recall texts"),
     ],
 )

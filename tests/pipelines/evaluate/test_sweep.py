@@ -137,7 +137,7 @@ def test_a_score_that_rules_cannot_measure_is_refused_before_prompts_are_recorde
     added = Score("added", paper_name="-", statistic="confidence", inactive="low", source="test")
     monkeypatch.setitem(SCORES, "added", added)
     store = Store(copy_store(empty_store, tmp_path / "s.duckdb"))
-    with pytest.raises(InterventionError, match="rules measure no score on confidence"):
+    with pytest.raises(InterventionError, match="ablations by score measure no score on confidence"):
         run_sweep(dataclasses.replace(config, scores=("added",)), run_on(pool, store))
     assert not store.runs()
 

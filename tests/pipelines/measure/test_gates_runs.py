@@ -48,7 +48,7 @@ def rows(store: Store) -> list[dict]:
 def test_rows_and_mask_equal_the_librarys_gates(config: GatesConfig, store: Store) -> None:
     result = run(config, store)
     lm = headscan.load(config.model.source)
-    ids, lengths = map(torch.from_numpy, pipeline._read(config, identify(config.model)))
+    ids, lengths = map(torch.from_numpy, pipeline._token_batch(config, identify(config.model)))
     expected = fit_two_sided(lm, Calibration(ids, lengths), config.fit)
     found = rows(store)
     assert len(found) == lm.grid.total_heads

@@ -163,7 +163,7 @@ def test_the_run_records_its_settings(config: ScanConfig, store: Store) -> None:
 def test_cut_documents_are_counted_among_those_that_were_read(
     config: ScanConfig, store: Store, monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
-    monkeypatch.setattr("headscan.pipelines.measure.run_corpus._READ_AHEAD", ahead)
+    monkeypatch.setattr("headscan.pipelines.measure.run_corpus._READ_AHEAD_TOKENS", ahead)
     said: list[str] = []
     few = dataclasses.replace(config, tokens=TokenConfig(40, min_tokens=5), statistics=("entropy",))
     result = run_scan(few, Run(few.model, store, lambda _: open_pool(few.model, THREADS), say=said.append))

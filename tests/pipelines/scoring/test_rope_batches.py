@@ -32,7 +32,7 @@ from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.scoring.generation import GenerationItem
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem
-from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
+from headscan.pipelines.scoring.staged_likelihood import answer_in_ranges
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Request
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from headscan.pipelines.settings.measure_settings import ScanConfig
@@ -122,7 +122,7 @@ def test_likelihoods_are_those_of_each_request_alone(
     assert prefixes == ([40] if ablated is None else [])
     packed = SharedRowItem("all", asked, ablated, 2000).run(lm)[0]
     with StreamedPool(ModelSpec(lm.source), STREAMED) as pool:
-        [done] = pool.map(score_in_ranges, [item])
+        [done] = pool.map(answer_in_ranges, [item])
     for index, request in enumerate(asked):
         if ablated is None:
             alone = naive_likelihood(lm, request)

@@ -26,7 +26,7 @@ from headscan.pipelines.measure.run_corpus import ShardTable
 from headscan.pipelines.measure.run_scan import MeasureShard
 from headscan.pipelines.runs.model_identity import model_facts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
-from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
+from headscan.pipelines.scoring.staged_likelihood import answer_in_ranges
 from headscan.pipelines.scoring.token_requests import LogLikelihood, Request, Responses, answer_item
 from tests.pipelines.conftest import THREADS
 from tests.small_models import make_model
@@ -120,7 +120,7 @@ def test_likelihoods_of_all_kinds_of_arms_are_the_same(family: str, saved: Calla
     with InProcessPool(saved(family), THREADS) as local, StreamedPool(saved(family), FAMILIES[family]) as streamed:
         for name, ablated in ARMS.items():
             expected = answers(answer_item, local, ablated)
-            for found in (answers(score_in_ranges, streamed, ablated), answers(score_in_ranges, local, ablated)):
+            for found in (answers(answer_in_ranges, streamed, ablated), answers(answer_in_ranges, local, ablated)):
                 assert len(found.values) == len(requests_of())
                 for ours, theirs in zip(found.values, expected.values, strict=True):
                     assert ours.log_likelihood == pytest.approx(theirs.log_likelihood, abs=1e-6, rel=1e-6), name
@@ -138,7 +138,7 @@ def test_in_half_precision_ranges_round_as_arms_with_rules(family: str, saved: C
 
         def likelihoods(ablated: Intervention | None, headscan_kernels: bool) -> list[float]:
             item = LikelihoodItem("all", requests_of(), ablated, 80, False, headscan_kernels)
-            return [answer.log_likelihood for answer in streamed.one(score_in_ranges, item)[0].values]
+            return [answer.log_likelihood for answer in streamed.one(answer_in_ranges, item)[0].values]
 
         assert likelihoods(None, True) == likelihoods(idle, True)
         assert likelihoods(None, False) != likelihoods(idle, False)  # another kernel, which rounds otherwise
@@ -162,7 +162,7 @@ def test_a_number_that_is_none_is_named_by_its_layer(saved: Callable[[str], Mode
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", [MEASURE, score_in_ranges])
+@pytest.mark.parametrize("task", [MEASURE, answer_in_ranges])
 def test_batches_without_enough_memory_are_halved(
     task: Any, saved: Callable[[str], ModelSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,7 +192,7 @@ def test_batches_without_enough_memory_are_halved(
 
 
 def test_tasks_travel_and_generation_is_refused(saved: Callable[[str], ModelSpec]) -> None:
-    for task in (MEASURE, score_in_ranges, model_facts):
+    for task in (MEASURE, answer_in_ranges, model_facts):
         assert type(pickle.loads(pickle.dumps(task))) is type(task)
     with (
         StreamedPool(saved("llama"), PLACEMENT) as pool,
