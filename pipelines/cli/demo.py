@@ -32,6 +32,7 @@ class Demo:
     questions: Annotated[int, Option("most questions that judge", least=1)] = 750
     json: Json = False
     resume_anyway: ResumeAnyway = False
+    resumes = True
 
     def run(self) -> Result:
         return study_result(

@@ -92,7 +92,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
         place = f" ({problem.filename})" if problem.filename else ""
         return _fail(f"{problem.strerror or problem}{place}")
     except KeyboardInterrupt:
-        resumes = hasattr(verb, "resume_anyway") or words[0] == "merge"
+        resumes = getattr(verb, "resumes", False)
         kept = ": stored results are kept; run the same command again to resume" if resumes else ""
         print(f"interrupted{kept}", file=sys.stderr)
         return 130

@@ -25,6 +25,7 @@ class Merge:
     stores: Annotated[tuple[str, ...], Option("stores to read", flag="STORE", spaces=True, repeated=True)]
     into: Annotated[str, Option("store to write; its own runs stay")]
     json: Json = False
+    resumes = True
 
     def run(self) -> Result:
         from headscan.analysis.store.merge_stores import merge_stores

@@ -46,6 +46,7 @@ class Study(OptionalModelVerb):
     json: Json = False
     devices: Annotated[Devices, Group("devices")]
     resume_anyway: ResumeAnyway = False
+    resumes = True
 
     def run(self) -> Result:
         return study_result(self._config(), self.devices, resume_anyway=self.resume_anyway)

@@ -202,6 +202,8 @@ class RunVerb(ModelVerb, StoreVerb):
 
     devices: Annotated[Devices, Group("devices")]
     resume_anyway: ResumeAnyway = False
+    #: The same command again resumes after an interruption.
+    resumes = True
 
     def job_options(self, identity: ModelIdentity | None = None) -> JobOptions:
         """Return the options of the job of this verb; ``identity`` None lets the job read it. Raise now, before

@@ -107,6 +107,27 @@ def test_an_interrupt_stops_a_long_query(scan: tuple[Store, str]) -> None:
     assert err.endswith("interrupted\n") and "Traceback" not in err  # a query keeps nothing, and does not resume
 
 
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (["merge", "a.duckdb", "--into", "b.duckdb"], True),
+        (["scan", "demo"], True),
+        (["demo"], True),
+        (["study", "demo", "--corpus", "python-stdlib"], True),
+        (["status"], False),
+    ],
+)
+def test_an_interrupt_promises_to_resume_what_can_be_resumed(
+    words: list[str], kept: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(verb: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headscan.pipelines.cli.main._run", interrupted)
+    assert main(words) == 130
+    assert ("run the same command again to resume" in capsys.readouterr().err) == kept
+
+
 def test_the_module_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "headscan", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("headscan ")
