@@ -178,5 +178,6 @@ def test_the_folders_of_tests_are_those_of_the_packages() -> None:
         Path(),
         Path("benchmarks"),
         Path("engines"),
+        Path("golden"),
     }
     assert {str(folder) for folder in folders if not (ROOT / folder).is_dir()} == set()
