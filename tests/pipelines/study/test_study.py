@@ -34,12 +34,13 @@ from headscan.pipelines.runs.progress import time_text
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
+from headscan.pipelines.study.question_costs import limit_per_task, question_costs
 from headscan.pipelines.study.run_study import _Study, run_study
 from headscan.pipelines.study.study_answer import ABLATED, CACHED, REMOVED, Saving, StudyAnswer
 from headscan.pipelines.study.study_candidates import write_heads
 from headscan.pipelines.study.study_config import StudyConfig, StudyError, read_study, resumed, study_from, write_study
 from headscan.pipelines.study.study_texts import split_texts
-from headscan.pipelines.study.study_time import QuestionCosts, decided, limit_per_task, question_costs
+from headscan.pipelines.study.study_time import QuestionCosts, decided
 from tests.pipelines.conftest import THREADS
 
 SPEC = ModelSpec("demo", "float32")
