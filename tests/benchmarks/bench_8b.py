@@ -4,13 +4,13 @@
     python -m tests.benchmarks.bench_8b --device cuda --dtype bfloat16
     python -m tests.benchmarks.bench_8b --tiny
 
-The weights are random, made on the device; `whole_model` lets the heads differ as those of trained models do. Every step
-is a row with its time, its speed, its time over that of a plain forward pass over as many tokens, and its peak memory
-over the weights. A step that fails is a row with its error, and so is one for which no time is left. Two tables follow:
-ways to the entropy (`entropy_ways`), and the hours of a study by its own arithmetic beside the measured speeds.
+The weights are random, made on the device; `whole_model` lets the heads differ as those of trained models do. Every
+step is a row with its time, its speed, its time over that of a plain forward pass over as many tokens, and its peak
+memory over the weights. A step that fails is a row with its error, and so is one for which no time is left. Two tables
+follow: ways to the entropy (`entropy_ways`), and the time of a study by its own arithmetic beside the measured costs.
 
 ``--tiny`` runs the same on a small model on the CPU, which shows that all steps run; its times mean nothing. The
-benchmark needs torch, transformers and accelerate alone, and about 45 GiB of GPU memory and 16 GB of disk.
+benchmark needs torch, transformers and accelerate alone, at most 60 GiB of GPU memory, and 16 GB of disk.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +38,12 @@ from headscan.catalog import RECALL_FAMILIES, head_count
 from headscan.gradients.losses import NextTokenLoss
 from headscan.grid import Head
 from headscan.kv.plan_cache import PlanCache
+from headscan.long_work import LongWork
 from headscan.measure.behaviour_probes import Needle
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import release_memory
+from headscan.pipelines.runs.progress import time_text
 from headscan.pipelines.scoring.prefix_tree import tokens_read_once
 from headscan.pipelines.settings.corpus_settings import CorpusSpec
 from headscan.pipelines.study.study_config import LONGEST_STUDY_TEXT, StudyConfig
@@ -53,13 +57,14 @@ from headscan.pipelines.study.study_time import (
     time_pass,
 )
 from headscan.pruning.calibration import Calibration
-from headscan.pruning.damage_curve import layer_moments
+from headscan.pruning.damage_curve import best_subsets, layer_moments
 from headscan.pruning.head_selection import HeadSelection, SelectionConfig
 from headscan.pruning.repair import RepairConfig, repair
-from tests.benchmarks import entropy_ways
 from tests.benchmarks.bench_arms import ABLATED, answers, made_requests, readings
 from tests.benchmarks.bench_cache import CacheLoad, fill, half_windows, held_bytes
 from tests.benchmarks.bench_instrument import SCAN, verdict_on_goal
+from tests.benchmarks.entropy_ways import COLUMNS as ENTROPY_COLUMNS
+from tests.benchmarks.entropy_ways import attention_inputs, entropy_rows
 from tests.benchmarks.measuring import (
     Clock,
     OutOfTime,
@@ -70,19 +75,19 @@ from tests.benchmarks.measuring import (
     parser_of,
     processor,
     show,
+    wait,
 )
-from tests.benchmarks.measuring import wait as wait_for
-from tests.benchmarks.overhead import peak_bytes, ways
+from tests.benchmarks.overhead import gpu_peak_bytes, peak_bytes, ways
 from tests.benchmarks.whole_model import spread_of_heads, token_ids, whole_model
 
 COLUMNS = ("step", "card", "seconds", "tokens/s", "x plain", "peak, x weights", "note")
-HOURS_COLUMNS = ("step of a study", "card", "by its arithmetic, minutes", "by the measured costs, minutes")
+HOURS_COLUMNS = ("step of a study", "card", "by its own arithmetic", "by the measured costs")
 #: Share of the heads that are removed.
 _SHARE = 0.1
 #: Tokens of the short text whose logits are compared, and the largest relative difference of a model that was loaded.
 _COMPARED, _SAME = 16, 1e-3
-#: Seconds of timed rounds for one setting, and those that the tables after the steps need.
-_SECONDS, _LAST_TABLES = 4.0, 75.0
+#: Seconds after which no further round of a setting is timed.
+_SECONDS = 4.0
 #: Seconds after which a choice of heads is stopped.
 _LONGEST_CHOICE = 170.0
 
@@ -117,7 +122,7 @@ class Sizes:
     context: int
     rows: int
     steps: int
-    selection: SelectionConfig = SelectionConfig()
+    selection: SelectionConfig
 
     @property
     def longest(self) -> int:
@@ -127,7 +132,8 @@ class Sizes:
 
 #: The repair needs more tokens than its widest projection has columns, 14,336.
 WHOLE = Sizes(
-    "8B", 32, 128_256, ((1, 4096), (1, 32_768), (16, 512)), 16, 512, 16, 64, 36, 2, 40, 32, 32_768, 8, 8
+    "8B", 32, 128_256, ((1, 4096), (1, 32_768), (16, 512)), 16, 512, 16, 64, 36, 2, 40, 32, 32_768, 8, 8,
+    SelectionConfig(),
 )  # fmt: skip
 TINY = Sizes(
     "tiny", 4, 512, ((1, 64), (1, 256), (4, 64)), 4, 64, 8, 16, 8, 1, 2, 4, 512, 2, 2,
@@ -162,17 +168,35 @@ class Row:
         return self.name, card, f"{self.seconds:.3f}", speed, ratio, peak, self.note
 
 
+@dataclass(frozen=True)
+class Step:
+    """A step of the run.
+
+    Attributes:
+        seconds: Approximate time on a GPU; the step does not start with less.
+        most: Time after which the step is stopped.
+    """
+
+    name: str
+    rows: Callable[[], Iterator[Row]]
+    seconds: float
+    most: float = float("inf")
+
+
 @dataclass
 class WholeRun:
     """The steps in their order, each of which yields rows; later ones use the results of earlier ones.
 
     Attributes:
+        folder: Folder for the smaller model.
         plain: Seconds of a plain pass by its sequences and tokens.
         speed: Tokens per second of a pass as a study times it.
         measured: Costs that were measured, by their names in `PassCosts`.
         ratios: Time of the 15 scores over that of the plain pass, by load.
+        entropy: Cells of `ENTROPY_COLUMNS`.
         removed: Heads to remove.
         weights: Repaired weights.
+        at: What a long step is at, in words.
     """
 
     sizes: Sizes
@@ -184,8 +208,10 @@ class WholeRun:
     speed: float = 0.0
     measured: dict[str, float] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)
+    entropy: list[tuple[object, ...]] = field(default_factory=list)
     removed: tuple[Head, ...] = ()
     weights: dict[str, Tensor] = field(default_factory=dict)
+    at: str = ""
     _model: LoadedModel | None = None
     _smaller: LoadedModel | None = None
 
@@ -199,16 +225,42 @@ class WholeRun:
     def weight_bytes(self) -> int:
         return 0 if self._model is None else sum(weight.nbytes for weight in self._model.model.parameters())
 
+    def steps(self) -> list[Step]:
+        """Return the steps in their order, the longest last."""
+        return [
+            Step("load", self.load, 15),
+            Step("pass as a study times it", self.study_pass, 3),
+            Step("scans", self.scans, 45),
+            Step("the heads differ", self.heads, 2),
+            Step("probe", self.probe, 5),
+            Step("importance", self.importance, 15),
+            Step("derivatives for a plan", self.derivatives, 15),
+            Step("arms", self.arms, 20),
+            Step("decoding", self.decoding, 15),
+            Step("ways to the entropy", self.entropies, 20),
+            Step("moments", self.moments, 10),
+            Step("choice by damage", self.choice, 60, _LONGEST_CHOICE),
+            Step("repair", self.repair, 40),
+            Step("slicing", self.slicing, 5),
+            Step("saving", self.saving, 35),
+        ]
+
     def load(self) -> Iterator[Row]:
         sizes = self.sizes
-        started = time.perf_counter()
-        self._model = whole_model(
-            sizes.shape, sizes.longest, self.device, self.dtype, layers=sizes.layers, vocabulary=sizes.vocabulary
-        )
-        wait_for(self.device)
+
+        def make() -> None:
+            self._model = whole_model(
+                sizes.shape, sizes.longest, self.device, self.dtype, layers=sizes.layers, vocabulary=sizes.vocabulary
+            )
+
+        started, peak = time.perf_counter(), None
+        if self.device.type == "cuda":
+            peak = gpu_peak_bytes(self.device, make)
+        else:
+            make()
         parameters = sum(weight.numel() for weight in self.lm.model.parameters())
-        note = f"{parameters / 1e9:.3g} billion parameters, {self.weight_bytes / 2**30:.2f} GiB, random, made there"
-        yield Row("load", time.perf_counter() - started, note=note)
+        note = f"{parameters / 1e9:.3g} billion random parameters, {self.weight_bytes / 2**30:.2f} GiB, made there"
+        yield Row("load", time.perf_counter() - started, peak=peak, note=note)
 
     def study_pass(self) -> Iterator[Row]:
         sequences, tokens = 4, self.sizes.tokens
@@ -241,40 +293,30 @@ class WholeRun:
         words = torch.randint(3, vocabulary, (length + 24,), generator=torch.Generator().manual_seed(0)).tolist()
         needles = [Needle(tuple(words[:8]), tuple(words[8:12])), Needle(tuple(words[12:20]), tuple(words[20:24]))]
         settings = headscan.BehaviourProbe(lengths=(length,))
-
-        def run() -> object:
-            return headscan.probe(self.lm, settings=settings, haystack=words[24:], needles=needles)
-
+        call = partial(headscan.probe, self.lm, settings=settings, haystack=words[24:], needles=needles)
         repeats = settings.sequences * (1 + settings.tokens * settings.repeats)
-        yield self._step("probe", run, repeats + length * len(needles) * len(settings.depths))
+        row, _ = self._timed("probe", call, repeats + length * len(needles) * len(settings.depths))
+        yield row
 
     def importance(self) -> Iterator[Row]:
-        found: dict[str, Tensor] = {}
-
-        def of_texts() -> None:
-            found.update(headscan.importance(self.lm, self._texts))
-
-        def of_prompts() -> None:
-            headscan.importance(self.lm, self._prompts, loss=self._recall_loss)
-
-        yield self._step("importance, texts", of_texts, self._texts.numel(), cost="importance")
-        yield self._step("importance, recall prompts", of_prompts, self._prompts.numel())
-        means = found["importance"].mean(0)
-        order = means.flatten().argsort()[: self._count].tolist()
-        self.removed = tuple(sorted(Head(*divmod(at, means.shape[1])) for at in order))
+        of_texts = partial(headscan.importance, self.lm, self._texts)
+        row, found = self._timed("importance, texts", of_texts, self._texts.numel(), cost="importance")
+        yield row
+        of_prompts = partial(headscan.importance, self.lm, self._prompts, loss=self._recall_loss)
+        row, _ = self._timed("importance, recall prompts", of_prompts, self._prompts.numel())
+        yield row
+        means_LH = found["importance"].mean(0)
+        least = means_LH.flatten().argsort()[: self._count].tolist()
+        self.removed = tuple(sorted(Head(*divmod(at, means_LH.shape[1])) for at in least))
 
     def derivatives(self) -> Iterator[Row]:
-        scored = list(self._recall_loss.counts)
-        recent = self.sizes.recent
-
-        def of_texts() -> None:
-            headscan.kv_damage(self.lm, self._texts, recent=recent)
-
-        def of_prompts() -> None:
-            headscan.kv_damage(self.lm, self._prompts, recent=recent, scored=scored)
-
-        yield self._step("derivatives for a plan, texts", of_texts, self._texts.numel(), cost="derivatives")
-        yield self._step("derivatives for a plan, recall prompts", of_prompts, self._prompts.numel())
+        damage = partial(headscan.kv_damage, self.lm, recent=self.sizes.recent)
+        of_texts = partial(damage, self._texts)
+        row, _ = self._timed("derivatives for a plan, texts", of_texts, self._texts.numel(), cost="derivatives")
+        yield row
+        of_prompts = partial(damage, self._prompts, scored=list(self._recall_loss.counts))
+        row, _ = self._timed("derivatives for a plan, recall prompts", of_prompts, self._prompts.numel())
+        yield row
 
     def arms(self) -> Iterator[Row]:
         requests = made_requests(self.sizes.subjects, self.sizes.questions, self.lm.vocab_size)
@@ -283,30 +325,27 @@ class WholeRun:
         ablates = {name: make(self.lm) for name, make in ABLATED.items()}
         shared, whole = readings(self.lm, ablates.values())
         for name, ablated in ablates.items():
-            kept = {}
-            for way, reading in (("whole prompts", whole), ("shared prefixes", shared)):
-
-                def run(reading: Any = reading, ablated: Any = ablated, way: str = way) -> None:
-                    kept[way] = answers(self.lm, reading, ablated, requests, budget)  # noqa: B023
-
-                row = self._step(f"{name}, {way}", run, tokens, warm=False)
-                if len(kept) == 1:
-                    yield row
-            others, alike, _ = kept["whole prompts"].differences(kept["shared prefixes"])
-            note = f"{once:,} tokens without repeated prefixes; log-likelihoods differ by {alike:.0e}, {others} ablate others"
-            yield Row(row.name, row.seconds, tokens, row.plain, row.peak, note)
+            of_whole = partial(answers, self.lm, whole, ablated, requests, budget)
+            row, expected = self._timed(f"{name}, whole prompts", of_whole, tokens, warm=False)
+            yield row
+            of_shared = partial(answers, self.lm, shared, ablated, requests, budget)
+            row, found = self._timed(f"{name}, shared prefixes", of_shared, tokens, warm=False)
+            others, alike, _ = expected.differences(found)
+            note = f"{once:,} tokens if prefixes are read once; log-likelihoods differ by {alike:.0e}"
+            if others:
+                note += f", without {others} of {len(requests)} with other heads"
+            yield replace(row, note=note)
 
     def decoding(self) -> Iterator[Row]:
         sizes, lm = self.sizes, self.lm
         load = CacheLoad(sizes.shape, sizes.layers, sizes.context, sizes.rows, sizes.steps, str(self.dtype))
-        # The untimed rounds and the timed ones.
-        most = sizes.context + 12 * sizes.steps
+        most = sizes.context + 12 * sizes.steps  # two untimed rounds and up to ten timed ones
         token = torch.ones(sizes.rows, 1, dtype=torch.long, device=self.device)
         kinds: dict[str, Callable[[], Cache]] = {
             "whole StaticCache": lambda: StaticCache(config=lm.model.config, max_cache_len=most),
             "PlanCache with half windows": lambda: PlanCache(half_windows(lm), max_tokens=most),
         }
-        plain = None
+        whole = None
         for name, make in kinds.items():
             cache = make()
             with torch.no_grad():
@@ -318,109 +357,139 @@ class WholeRun:
 
                 peak = peak_bytes(lm, decode)
                 took = medians({name: decode}, self.device, _SECONDS)[name] / sizes.steps
-            plain = plain or took
-            note = f"a step; {held_bytes(cache) / 2**30:.2f} GiB of cache"
-            yield Row(f"decoding, {sizes.rows} x {sizes.context:,}, {name}", took, sizes.rows, plain, peak, note)
+            whole = whole or took
+            note = f"one step; its ratio is to the whole cache; {held_bytes(cache) / 2**30:.2f} GiB of cache"
+            yield Row(f"decoding, {sizes.rows} x {sizes.context:,}, {name}", took, sizes.rows, whole, peak, note)
             del cache, decode
             release_memory()
 
+    def entropies(self) -> Iterator[Row]:
+        for sequences, tokens in self.sizes.scans:
+            if sequences > 1:
+                continue
+            started = time.perf_counter()
+            inputs = attention_inputs(self.lm, token_ids(self.lm, 1, tokens), self.sizes.layers // 2)
+            for cells in entropy_rows(*inputs, self.card, _SECONDS):
+                self.entropy.append(cells)
+            yield Row(f"ways to the entropy, {tokens:,} tokens", time.perf_counter() - started, note="see below")
+
     def moments(self) -> Iterator[Row]:
         part = self._calibration.first(self.sizes.selection.moment_tokens)
-        yield self._step("moments of all layers", lambda: layer_moments(self.lm, part), part.tokens, warm=False)
+        row, found = self._timed(
+            "moments of all layers", partial(layer_moments, self.lm, part), part.tokens, warm=False
+        )
+        yield row
+        site = self.lm.grid.sites[len(self.lm.grid.sites) // 2]
+        weight = self.lm.module(site.output_projection).weight
+        columns = [
+            range(head * site.value_dim, (head + 1) * site.value_dim) for head in range(site.num_attention_heads)
+        ]
+        subsets = partial(best_subsets, found[site.layer], weight, columns, most=len(columns))
+        row, _ = self._timed("best subsets of one layer's heads", subsets, None, warm=False)
+        yield row
 
     def choice(self) -> Iterator[Row]:
-        def run() -> None:
-            selection = HeadSelection(self.lm, self._calibration, config=self.sizes.selection)
-            self.removed = selection.choose(count=self._count)
+        work = LongWork(steps=self._noted)
 
-        row = self._step("choice by damage, with its moments", run, self._calibration.tokens, "damage", warm=False)
-        yield Row(row.name, row.seconds, None, None, row.peak, f"{self._count} of {self.lm.grid.total_heads} heads")
+        def choose() -> tuple[Head, ...]:
+            selection = HeadSelection(self.lm, self._calibration, config=self.sizes.selection, work=work)
+            return selection.choose(count=self._count)
+
+        tokens = self._calibration.tokens
+        row, self.removed = self._timed("choice by damage, with its moments", choose, tokens, "damage", warm=False)
+        yield replace(row, tokens=None, plain=None, note=f"{self._count} of {self.lm.grid.total_heads} heads")
 
     def repair(self) -> Iterator[Row]:
-        if not self.removed:
-            raise RuntimeError("no heads were chosen")
-
-        def run() -> None:
-            self.weights = repair(self.lm, self._calibration, self.removed, RepairConfig(("o", "down")))
-
+        call = partial(repair, self.lm, self._calibration, self._chosen, RepairConfig(("o", "down")))
         # A study counts its texts twice, because both models read them.
-        yield self._step("repair of o and down", run, self._calibration.tokens, "repair", counted=2, warm=False)
+        row, self.weights = self._timed(
+            "repair of o and down", call, self._calibration.tokens, "repair", counted=2, warm=False
+        )
+        yield row
 
     def slicing(self) -> Iterator[Row]:
-        if not self.removed:
-            raise RuntimeError("no heads were chosen")
-
-        def run() -> None:
-            self._smaller = headscan.slice_heads(self.lm, self.removed, self.weights)
-
-        yield self._step("slicing", run, None, warm=False)
+        call = partial(headscan.slice_heads, self.lm, self._chosen, self.weights)
+        row, self._smaller = self._timed("slicing", call, None, warm=False)
+        self.weights = {}
+        yield row
 
     def saving(self) -> Iterator[Row]:
-        smaller = self._smaller
+        smaller, target = self._smaller, self.folder / "smaller"
         if smaller is None:
             raise RuntimeError("no model was sliced")
         size, free = sum(weight.nbytes for weight in smaller.model.parameters()), shutil.disk_usage(self.folder).free
         if free < 1.1 * size:
             raise RuntimeError(f"{free / 2**30:.0f} GiB of disk are free (limit {1.1 * size / 2**30:.0f} GiB)")
-        yield self._step("saving", lambda: headscan.save_pruned(smaller, self.folder / "smaller"), None, warm=False)
-        loaded: list[LoadedModel] = []
-
-        def run() -> None:
-            loaded.append(headscan.load(self.folder / "smaller", device=str(self.device)))
-
-        row = self._step("loading what was saved", run, None, warm=False)
+        row, _ = self._timed("saving", partial(headscan.save_pruned, smaller, target), None, warm=False)
+        yield replace(row, note=f"{size / 2**30:.2f} GiB")
+        call = partial(headscan.load, target, device=str(self.device))
+        row, loaded = self._timed("loading what was saved", call, None, warm=False)
         ids = token_ids(self.lm, 2, _COMPARED)
         with torch.no_grad():
-            ours, theirs = (lm.model(input_ids=ids).logits.float() for lm in (smaller, loaded[0]))
+            ours, theirs = (lm.model(input_ids=ids).logits.float() for lm in (smaller, loaded))
         difference = float((ours - theirs).norm() / ours.norm())
         if not difference <= _SAME:
-            raise RuntimeError(
-                f"the saved model has other logits: relative difference {difference:.1e} (limit {_SAME:g})"
-            )
-        note = f"logits differ by {difference:.0e}, relative; {size / 2**30:.2f} GiB"
-        yield Row(row.name, row.seconds, peak=row.peak, note=note)
+            raise RuntimeError(f"the saved model's logits differ by {difference:.1e}, relative (limit {_SAME:g})")
+        yield replace(row, note=f"logits differ by {difference:.0e}, relative")
 
-    def _step(
+    def _timed(
         self,
         name: str,
-        run: Callable[[], object],
+        call: Callable[[], Any],
         tokens: int | None,
         cost: str | None = None,
         *,
         counted: int = 1,
         warm: bool = True,
-    ) -> Row:
-        """Return the row of a call that reads texts.
+    ) -> tuple[Row, Any]:
+        """Return the row of a call that reads ``tokens`` tokens, and its result.
 
         Args:
             cost: Field of `PassCosts` that this measures.
-            counted: Times that the study's arithmetic counts each text.
-            warm: Time a second call instead of the first one, whose kernels are chosen and loaded.
+            counted: Times that the study's arithmetic counts each token.
+            warm: Time a second call: the first one loads kernels, and cuDNN plans them.
         """
         if warm:
-            run()
-        seconds = 0.0
+            call()
+        seconds, result = 0.0, None
 
         def timed() -> None:
-            nonlocal seconds
-            wait_for(self.device)
+            nonlocal seconds, result
+            wait(self.device)
             started = time.perf_counter()
-            run()
-            wait_for(self.device)
+            result = call()
+            wait(self.device)
             seconds = time.perf_counter() - started
 
         peak = peak_bytes(self.lm, timed)
-        plain = self.plain.get(self.sizes.scans[-1])
-        if tokens is not None and plain is not None:
-            sequences, length = self.sizes.scans[-1]
-            plain *= tokens / (sequences * length)
+        plain = None
+        sequences, length = self.sizes.scans[-1]
+        if tokens is not None and (sequences, length) in self.plain:
+            plain = self.plain[sequences, length] * tokens / (sequences * length)
         if cost is not None and tokens is not None:
             self._measured(cost, seconds, counted * tokens)
-        return Row(name, seconds, tokens, None if tokens is None else plain, peak)
+        return Row(name, seconds, tokens, plain, peak), result
 
     def _measured(self, cost: str, seconds: float, tokens: int) -> None:
         if self.speed:
             self.measured[cost] = seconds * self.speed / tokens
+
+    @contextmanager
+    def _noted(self, title: str, total: int, unit: str) -> Iterator[Callable[[], object]]:
+        """Note the progress of a long step, for the row of a step that is stopped."""
+        steps = count(1)
+
+        def done() -> None:
+            self.at = f"{title}: {next(steps)} of {total} {unit}"
+
+        yield done
+        self.at = ""
+
+    @property
+    def _chosen(self) -> tuple[Head, ...]:
+        if not self.removed:
+            raise RuntimeError("no heads were chosen")
+        return self.removed
 
     @property
     def _count(self) -> int:
@@ -449,55 +518,25 @@ class WholeRun:
         return Calibration(ids, torch.full((len(ids),), ids.shape[1]))
 
 
-@dataclass(frozen=True)
-class Step:
-    """A step, and the seconds that it takes a GPU, about; it does not start with fewer. ``most`` ends it."""
-
-    name: str
-    run: Callable[[], Iterator[Row]]
-    seconds: float
-    most: float = float("inf")
-
-
-def steps_of(run: WholeRun) -> list[Step]:
-    """Return the steps in their order."""
-    return [
-        Step("load", run.load, 15),
-        Step("pass as a study times it", run.study_pass, 3),
-        Step("scans", run.scans, 45),
-        Step("the heads differ", run.heads, 2),
-        Step("probe", run.probe, 5),
-        Step("importance", run.importance, 15),
-        Step("derivatives for a plan", run.derivatives, 15),
-        Step("arms", run.arms, 20),
-        Step("decoding", run.decoding, 15),
-        Step("moments of all layers", run.moments, 5),
-        Step("choice by damage", run.choice, 60, _LONGEST_CHOICE),
-        Step("repair", run.repair, 40),
-        Step("slicing", run.slicing, 5),
-        Step("saving", run.saving, 35),
-    ]
-
-
-def run_steps(steps: list[Step], run: WholeRun, clock: Clock, row: Callable[..., object]) -> list[str]:
-    """Run steps and pass their rows to ``row`` until the clock ends; return the names of those that failed."""
+def run_steps(run: WholeRun, steps: Sequence[Step], clock: Clock, table: Table) -> list[str]:
+    """Run steps until the clock ends, each with its rows, and return the names of those that failed."""
     failed = []
     for step in steps:
+        note = ""
         if clock.left < (step.seconds if run.device.type == "cuda" else 0.0):
-            row(*Row(step.name, note=f"left out: {max(0.0, clock.left):.0f} s left").cells(run.card, 0))
-            continue
-        problem = None
-        try:
-            with clock.limit(step.most):
-                for each in step.run():
-                    row(*each.cells(run.card, run.weight_bytes))
-        except OutOfTime as late:
-            problem = str(late)
-        except Exception as error:  # the row has the error, and the other steps may still run
-            problem = f"failed: {first_line(error)}"
-            failed.append(step.name)
-        if problem is not None:
-            row(*Row(step.name, note=problem).cells(run.card, 0))
+            note = f"left out: {max(0.0, clock.left):.0f} s left"
+        else:
+            try:
+                with clock.limit(step.most):
+                    for row in step.rows():
+                        table.row(*row.cells(run.card, run.weight_bytes))
+            except OutOfTime as late:
+                note = f"{late}; {run.at}".rstrip("; ")
+            except Exception as problem:  # its row has the error, and the other steps may still run
+                note = f"failed: {first_line(problem)}"
+                failed.append(step.name)
+        if note:
+            table.row(*Row(step.name, note=note).cells(run.card, 0))
         release_memory()
     return failed
 
@@ -525,10 +564,11 @@ def hours_rows(speed: float, measured: Mapping[str, float], card: str) -> Iterat
     by_arithmetic = study_seconds(config, costs, speed)
     by_measured = study_seconds(config, costs, speed, PassCosts(**measured))
     for name, seconds in by_arithmetic.items():
-        yield name, card, f"{seconds / 60:.1f}", f"{by_measured[name] / 60:.1f}"
-    hours = [sum(each.values()) / 3600 for each in (by_arithmetic, by_measured)]
-    about = f"in all, hours: {config.sequences} texts, {config.questions:,} questions, {config.recall_questions} of each recall task"
-    yield about, card, *(f"{each:.2f} h" for each in hours)
+        yield name, card, time_text(seconds), time_text(by_measured[name])
+    texts = (
+        f"{config.sequences} texts, {config.questions:,} questions and {config.recall_questions:,} of each recall task"
+    )
+    yield f"in all: {texts}", card, *(time_text(sum(each.values())) for each in (by_arithmetic, by_measured))
 
 
 def main() -> None:
@@ -541,31 +581,21 @@ def main() -> None:
     sizes = TINY if options.tiny else WHOLE
     clock = Clock(60 * options.minutes)
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     device = device_of(options)
-    card = processor(options.device)
+    card = processor(options.device) if device.type == "cuda" else "CPU"
     with tempfile.TemporaryDirectory() as folder:
         run = WholeRun(sizes, device, getattr(torch, options.dtype), card, Path(folder))
-        title = f"## A study's steps on the {sizes.shape} shape, {sizes.layers} layers"
-        failed = run_steps(steps_of(run), run, clock.until(_LAST_TABLES), Table(title, COLUMNS).row)
-
-    table = Table("## Ways to the entropy of one layer", entropy_ways.COLUMNS)
-
-    def entropy() -> Iterator[Row]:
-        for sequences, tokens in sizes.scans:
-            if sequences == 1:
-                inputs = entropy_ways.attention_inputs(run.lm, token_ids(run.lm, 1, tokens), sizes.layers // 2)
-                for cells in entropy_ways.entropy_rows(*inputs, card, _SECONDS):
-                    table.row(*cells)
-        yield from ()
-
-    failed += run_steps([Step("ways to the entropy", entropy, 5)], run, clock, Table("## Not timed", COLUMNS).row)
+        steps = Table(f"## A study's steps on the {sizes.shape} shape, {sizes.layers} layers", COLUMNS)
+        failed = run_steps(run, run.steps(), clock, steps)
+    ways_to_entropy = Table("## Ways to the entropy of one layer", ENTROPY_COLUMNS)
+    for cells in run.entropy:
+        ways_to_entropy.row(*cells)
     if run.speed:
-        show(
-            f"\nA study reads {run.speed:,.0f} tokens per second. Measured costs, in plain passes: {_words(run.measured)}."
-        )
-        hours = Table("## A whole study", HOURS_COLUMNS)
+        hours = Table("## The time of a study", HOURS_COLUMNS)
         for cells in hours_rows(run.speed, run.measured, card):
             hours.row(*cells)
+        show(f"\nCosts in passes as a study times them, {run.speed:,.0f} tokens/s: {_words(run.measured)}.")
     if run.ratios:
         show(f"\n{verdict_on_goal(run.ratios)}")
     if failed:

@@ -5,8 +5,9 @@ On a GPU the entropy takes a second attention call, with the keys as values. The
 - *joined*: one call whose values are the model's values and the keys, side by side, so they are twice as wide; in every
   kernel of torch that may take them. Kernels that need one width get queries and keys padded with zeros.
 - *Triton*: the kernel of `entropy_kernel`, which sums ``p log p`` and the first key's weight in the pass of the output.
-- *sampled*: the second call for a part of the queries, blocks of equal distance; its error is that of a head's mean
-  entropy over queries.
+- *sampled*: the second call for a part of the queries, blocks of equal distance, which torch's kernels can read; its
+  error is that of a head's mean entropy over queries. Single queries of equal distance need a kernel of their own, so
+  they are rows with an error and no time.
 
 Shapes: B sequences, N tokens, H query heads, K KV heads, D width of a head.
 """
@@ -73,13 +74,21 @@ def entropy_rows(query: Tensor, key: Tensor, value: Tensor, card: str, seconds: 
             yield query.shape[2], name, card, "not run", "", failed
         else:
             running[name] = way
+    by_query = calls.by_query()
+    for share in _SAMPLES:
+        step = round(1 / share)
+        errors = _errors(by_query[..., step // 2 :: step].mean(-1), by_query.mean(-1))
+        yield query.shape[2], f"every {step}th query, its error alone", card, "", "", *errors
     took = medians({_ONE: calls.one} | running, query.device, seconds)
     for name, duration in took.items():
-        error = ()
-        if name in values and name != _TWO:
-            difference = (values[name] - values[_TWO]).double()
-            error = (f"{float(difference.square().mean().sqrt()):.1e}", f"{float(difference.abs().max()):.1e}")
-        yield query.shape[2], name, card, f"{1e3 * duration:.3f}", f"{duration / took[_ONE]:.2f}", *error
+        errors = _errors(values[name], by_query.mean(-1)) if name in values else ()
+        yield query.shape[2], name, card, f"{1e3 * duration:.3f}", f"{duration / took[_ONE]:.2f}", *errors
+
+
+def _errors(found_BH: Tensor, exact_BH: Tensor) -> tuple[str, str]:
+    """Return the root mean square over heads of the error, and the largest."""
+    difference = (found_BH - exact_BH).double()
+    return f"{float(difference.square().mean().sqrt()):.1e}", f"{float(difference.abs().max()):.1e}"
 
 
 class _Calls:
@@ -108,10 +117,14 @@ class _Calls:
         """Return output and log-sum-exp alone."""
         return self.kernels.causal(self.query, self.key, self.value, self.scale)
 
-    def two(self) -> Tensor:
+    def by_query(self) -> Tensor:
+        """Return the entropy of every query (B, H, N) from two calls."""
         _, lse = self.one()
         mean_key, _ = self.kernels.causal(self.query, self.key, self.centred, self.scale)
-        return self._entropy(self.query, lse, mean_key.flatten(1, 2)).mean(-1)
+        return self._entropy(self.query, lse, mean_key.flatten(1, 2))
+
+    def two(self) -> Tensor:
+        return self.by_query().mean(-1)
 
     def joined(self, call: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
         out, lse = call(self.query, self.key, torch.cat([self.value, self.centred], -1), self.scale)

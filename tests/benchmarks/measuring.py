@@ -137,10 +137,6 @@ class Clock:
         """Seconds that are left; negative after the end."""
         return self._end - time.monotonic()
 
-    def until(self, spare: float) -> Clock:
-        """Return a clock that ends earlier and leaves ``spare`` seconds, but at most half of the time."""
-        return Clock(max(self.left - spare, self.left / 2))
-
     @contextmanager
     def limit(self, most: float) -> Iterator[None]:
         """Raise OutOfTime in the block after ``most`` seconds, or when the clock ends. For the main thread of a program

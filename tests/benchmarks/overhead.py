@@ -126,10 +126,7 @@ def eager_statistics(lm: headscan.LoadedModel, ids: Tensor) -> dict[tuple[str, i
 def peak_bytes(lm: headscan.LoadedModel, way: Way) -> int:
     """Return the peak bytes of all tensors, including weights."""
     if lm.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(lm.device)
-        way()
-        torch.cuda.synchronize(lm.device)
-        return int(torch.cuda.max_memory_allocated(lm.device))
+        return gpu_peak_bytes(lm.device, way)
     with _large_blocks_unmapped(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         way()
     results = trace.profiler.kineto_results if trace.profiler else None
@@ -137,7 +134,15 @@ def peak_bytes(lm: headscan.LoadedModel, way: Way) -> int:
     # Every allocation and release, in order: the process's own peak would include memory that malloc keeps.
     changes = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
     weights = sum(parameter.nbytes for parameter in lm.model.parameters())
-    return weights + max(accumulate(change for _, change in changes))
+    return weights + max(accumulate(change for _, change in changes), default=0)
+
+
+def gpu_peak_bytes(device: torch.device, way: Way) -> int:
+    """Return the peak bytes of all tensors on a GPU."""
+    torch.cuda.reset_peak_memory_stats(device)
+    way()
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_allocated(device))
 
 
 @contextmanager
