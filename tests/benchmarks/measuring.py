@@ -122,8 +122,8 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class OutOfTime(Exception):
-    """A step was stopped because its time is over."""
+class OutOfTime(BaseException):
+    """A step was stopped because its time is over. No handler of errors catches it, as it does not catch Ctrl-C."""
 
 
 class Clock:
