@@ -15,6 +15,7 @@ benchmark needs torch, transformers and accelerate alone, at most 60 GiB of GPU 
 
 from __future__ import annotations
 
+import gc
 import shutil
 import tempfile
 import time
@@ -584,6 +585,7 @@ def main() -> None:
         options.device, options.dtype = "cpu", "float32"
     sizes = TINY if options.tiny else WHOLE
     clock = Clock(60 * options.minutes)
+    gc.freeze()  # the collections between the steps then leave out the objects of the imports
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     device = device_of(options)

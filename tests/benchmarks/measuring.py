@@ -139,21 +139,19 @@ class Clock:
 
     @contextmanager
     def limit(self, most: float) -> Iterator[None]:
-        """Raise OutOfTime in the block after ``most`` seconds, or when the clock ends. For the main thread of a program
-        without timers of its own.
-        """
+        """Raise OutOfTime in the block after ``most`` seconds, or when the clock ends; only in the main thread."""
         seconds = max(0.001, min(most, self.left))
 
         def stop(*_: object) -> None:
             raise OutOfTime(f"stopped after {seconds:.0f} s")
 
-        before = signal.signal(signal.SIGALRM, stop)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        handler = signal.signal(signal.SIGALRM, stop)
+        timer = signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
             yield
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-            signal.signal(signal.SIGALRM, before)
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+            signal.signal(signal.SIGALRM, handler)
 
 
 class Table:
