@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-# The proof on a GPU needs torch, transformers, accelerate, pytest and pytest-xdist alone, so it does without .venv where there is none.
+# The proofs on a GPU need torch, transformers, accelerate, pytest and pytest-xdist alone, so they do without .venv where there is none.
 GPU_PYTHON = $(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON))
 
 ON_GPU := --device cuda --dtype bfloat16

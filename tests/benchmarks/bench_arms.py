@@ -35,7 +35,7 @@ from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
 from tests.benchmarks.measuring import Table, device_of, parser_of, show
 from tests.benchmarks.overhead import make_model, peak_bytes
-from tests.small_models import LoadedPool
+from tests.loaded_pool import LoadedPool
 
 #: Layers of the shapes in `overhead`. Of 10M the embedding is another 12.6M.
 _LAYERS = {"10M": 10, "135M": 30, "8B": 32}

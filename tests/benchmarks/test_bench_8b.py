@@ -182,6 +182,6 @@ def test_the_hours_of_a_study_follow_from_the_measured_costs() -> None:
     doubled = {name: 2 * cost for name, cost in vars(PassCosts()).items()}
     slower = {name: cells for name, *cells in hours_rows(30_000.0, doubled, "card")}
     changed = {name for name, (_, ours, measured) in slower.items() if ours != measured}
-    assert {name.partition(".")[0] for name in changed} >= {"1", "3", "4", "5"}
+    assert {name.partition(".")[0] for name in changed} >= {"1", "3", "5"}
     assert not any(name.startswith(("2.", "6.", "7.")) for name in changed)
     assert [cells[1] for cells in slower.values()] == [cells[1] for cells in own.values()]
