@@ -196,7 +196,7 @@ class WholeRun:
         measured: Costs that were measured, by their names in `PassCosts`.
         ratios: Time of the 15 scores over that of the plain pass, by load.
         entropy: Cells of `ENTROPY_COLUMNS`.
-        removed: Heads to remove.
+        removed, chosen_by: Heads to remove, and what chose them.
         weights: Repaired weights.
         at: What a long step is at, in words.
     """
@@ -212,6 +212,7 @@ class WholeRun:
     ratios: dict[str, float] = field(default_factory=dict)
     entropy: list[tuple[object, ...]] = field(default_factory=list)
     removed: tuple[Head, ...] = ()
+    chosen_by: str = ""
     weights: dict[str, Tensor] = field(default_factory=dict)
     at: str = ""
     _model: LoadedModel | None = None
@@ -309,7 +310,9 @@ class WholeRun:
         yield row
         means_LH = found["importance"].mean(0)
         least = means_LH.flatten().argsort()[: self._count].tolist()
+        # The heads that are repaired and removed if there is no time for a choice by damage.
         self.removed = tuple(sorted(Head(*divmod(at, means_LH.shape[1])) for at in least))
+        self.chosen_by = "importance"
 
     def derivatives(self) -> Iterator[Row]:
         damage = partial(headscan.kv_damage, self.lm, recent=self.sizes.recent)
@@ -400,6 +403,7 @@ class WholeRun:
 
         tokens = self._calibration.tokens
         row, self.removed = self._timed("choice by damage, with its moments", choose, tokens, "damage", warm=False)
+        self.chosen_by = "damage"
         yield replace(row, tokens=None, plain=None, note=f"{self._count} of {self.lm.grid.total_heads} heads")
 
     def repair(self) -> Iterator[Row]:
@@ -408,7 +412,7 @@ class WholeRun:
         row, self.weights = self._timed(
             "repair of o and down", call, self._calibration.tokens, "repair", counted=2, warm=False
         )
-        yield row
+        yield replace(row, note=f"without {self._count} heads by {self.chosen_by}")
 
     def slicing(self) -> Iterator[Row]:
         call = partial(headscan.slice_heads, self.lm, self._chosen, self.weights)
@@ -526,7 +530,7 @@ def run_steps(run: WholeRun, steps: Sequence[Step], clock: Clock, table: Table) 
     """Run steps until the clock ends, each with its rows, and return the names of those that failed."""
     failed = []
     for step in steps:
-        note = ""
+        note = run.at = ""
         if clock.left < (step.seconds if run.device.type == "cuda" else 0.0):
             note = f"left out: {max(0.0, clock.left):.0f} s left"
         else:

@@ -64,11 +64,11 @@ def test_all_steps_run_on_a_tiny_model_without_the_libraries_that_a_gpu_machine_
     assert all(float(cells[1]) > 0 for name, cells in rows.items() if name != "the heads differ")
     assert rows["loading what was saved"][-1] == "logits differ by 0e+00, relative"
     assert re.search(r"relative entropy of the heads 0\.\d+ to 0\.\d+", rows["the heads differ"][-1])
+    assert rows["repair of o and down"][-1] == "without 3 heads by damage"
     for arm in ("mask", "rule"):
         difference = re.search(r"log-likelihoods differ by (\S+)", rows[f"{arm}, shared prefixes"][-1])
         assert difference and float(difference[1]) < 1e-4
-    # Windows hold fewer bytes, and a model without heads is smaller.
-    assert float(rows["slicing"][4]) > 1
+    assert all(float(cells[4]) >= 1 for cells in rows.values() if cells[4])
     names = [_cells(line)[1] for line in ways[2:] if line.startswith("| 256")]
     assert names.count("two calls") == 1 and any("Triton" in name for name in names)
     assert [line.split(" | ")[0] for line in hours[2:] if line.startswith("| ")][:2] == ["| 1. scan", "| 2. probe"]
