@@ -4,13 +4,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-# The proof on a GPU needs torch, transformers, accelerate, pytest and pytest-xdist alone, so it does without .venv where there is none.
+# The proofs on a GPU need torch, transformers, accelerate, pytest and pytest-xdist alone, so they do without .venv where there is none.
 GPU_PYTHON = $(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON))
+
+ON_GPU := --device cuda --dtype bfloat16
 
 # Environments of engines, which pin other versions of torch and transformers.
 ENGINES := .engines
 
-.PHONY: demo test fast-tests test-all bench docs schema gpu engines lint types clean
+.PHONY: demo test fast-tests test-all bench docs schema gpu-8b gpu engines lint types clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -57,11 +59,15 @@ schema: $(VENV)/.ready
 	$(BIN)/python -m tests.analysis.store.write_digest
 	$(BIN)/python docs/generated_pages.py
 
+# Eight minutes at most; `make gpu-8b OPTIONS=--tiny` runs the same steps on a small model on the CPU.
+gpu-8b:
+	$(GPU_PYTHON) -m tests.benchmarks.bench_8b $(ON_GPU) $(OPTIONS)
+
 gpu:
 	$(GPU_PYTHON) -m pytest tests/headscan -m gpu --device cuda --minutes 5 -n 8 --dist loadfile
-	$(GPU_PYTHON) -m tests.benchmarks.bench_instrument --device cuda --dtype bfloat16 --parts --seconds 6 --loads 8B:8:4096,8B:4:32768,1B:8:4096,1B:8:4096:8
-	$(GPU_PYTHON) -m tests.benchmarks.bench_cache --device cuda --dtype bfloat16 --shape 8B --layers 4 --tokens 32768 --rows 1,8,32 --steps 8
-	$(GPU_PYTHON) -m tests.benchmarks.bench_arms --device cuda --dtype bfloat16 --beside whole --shapes 8B --questions 40 --batch 32 --rounds 1
+	$(GPU_PYTHON) -m tests.benchmarks.bench_instrument $(ON_GPU) --parts --seconds 6 --loads 8B:8:4096,8B:4:32768,1B:8:4096,1B:8:4096:8
+	$(GPU_PYTHON) -m tests.benchmarks.bench_cache $(ON_GPU) --shape 8B --layers 4 --tokens 32768 --rows 1,8,32 --steps 8
+	$(GPU_PYTHON) -m tests.benchmarks.bench_arms $(ON_GPU) --beside whole --shapes 8B --questions 40 --batch 32 --rounds 1
 
 # Exported models in llama.cpp and vLLM against our own numbers; the environments take a few minutes and 3 GB.
 $(ENGINES)/.ready:

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 import headscan
 from headscan import architectures
 from headscan.architectures import VOCABULARY
-from headscan.cluster.pool import InProcessPool
 from headscan.models.loaded_model import LoadedModel
 
 
@@ -65,13 +64,6 @@ DISTINCT = frozenset(
     "gpt_neox gptj opt bloom falcon-alibi mpt deepseek_v3 gpt_oss llama4 jamba falcon_h1 nemotron_h lfm2 laguna "
     "granitemoehybrid minicpm3 mimo_v2_flash dbrx gemma3-wrapper t5 bert marian".split()
 )
-
-
-class LoadedPool(InProcessPool):
-    """The pool of a model that is loaded already."""
-
-    def __init__(self, lm: LoadedModel) -> None:
-        self._lm = lm
 
 
 def distinct_first(cases: Iterable[Any]) -> list[Any]:

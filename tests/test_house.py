@@ -62,7 +62,9 @@ OTHERS = ("ray", "duckdb", "datasets", "lm_eval", "pyarrow", "pandas", "scipy", 
 
 
 def test_headscan_needs_torch_transformers_and_accelerate_and_make_gpu_pytest_with_xdist() -> None:
-    """Its tests are collected, and its benchmarks imported, where the other libraries are missing."""
+    """Its tests are collected, and its benchmarks imported, where the other libraries are missing. What `make gpu-8b`
+    needs is held by a run (`tests/benchmarks/test_bench_8b.py`).
+    """
     targets = (ROOT / "Makefile").read_text("utf-8").partition("\ngpu:")[2].partition("\n\n")[0].strip().splitlines()
     tests, *benches = (target.partition("(GPU_PYTHON) -m ")[2].split() for target in targets)
     assert tests[0] == "pytest" and len(benches) == 3

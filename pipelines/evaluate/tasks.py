@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import version
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from headscan.pipelines.corpora import CorpusError
 from headscan.pipelines.evaluate.harness import HeadscanLM, quiet_harness
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, likelihood_of
 from headscan.pipelines.runs.model_identity import ModelIdentity
-from headscan.pipelines.scoring.prefix_tree import common_tokens
+from headscan.pipelines.scoring.prefix_tree import tokens_read_once
 from headscan.pipelines.scoring.recall_tasks import RecallQuestion, grade, recall_questions
 from headscan.pipelines.scoring.token_requests import GenerationRequest, LogLikelihood, Request, request_hash
 from headscan.pipelines.settings.evaluation_settings import HarnessError, RecallError, RecallQuestions, TaskConfig
@@ -426,9 +426,7 @@ class Questions:
 
     def tokens_to_read(self) -> int:
         """Return the tokens that pass through the model, if every prefix is read once."""
-        inputs = sorted(tuple(request.ids) for request in self.requests.values())
-        sizes = [len(ids) for ids in inputs]
-        return sum(sizes) - sum(common_tokens(inputs, sizes, a, b) for a, b in pairwise(range(len(inputs))))
+        return tokens_read_once(tuple(request.ids) for request in self.requests.values())
 
     @property
     def notes(self) -> list[str]:

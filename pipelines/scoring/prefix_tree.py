@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -63,6 +63,13 @@ def common_tokens(sequences: Sequence[tuple[int, ...]], shareable: Sequence[int]
     most = min(shareable[a], shareable[b])
     differing = np.flatnonzero(np.array(sequences[a][:most]) != np.array(sequences[b][:most]))
     return int(differing[0]) if len(differing) else most
+
+
+def tokens_read_once(sequences: Iterable[tuple[int, ...]]) -> int:
+    """Return the tokens of sequences, if every common prefix is read once."""
+    ordered = sorted(sequences)
+    sizes = [len(sequence) for sequence in ordered]
+    return sum(sizes) - sum(common_tokens(ordered, sizes, a, b) for a, b in pairwise(range(len(ordered))))
 
 
 def join_similar(root: PrefixNode, pass_cost: int, most_tokens: int) -> None:

@@ -43,6 +43,7 @@ from headscan.pipelines.settings.corpus_settings import SHORTEST
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallQuestions, TaskConfig
 from headscan.pipelines.settings.measure_settings import ImportanceConfig, ProbeConfig, ScanConfig
 from headscan.pipelines.settings.saving_settings import PlanConfig, PruneTexts, RecallPrompts
+from headscan.pipelines.study.question_costs import limit_per_task, question_costs, repair_texts
 from headscan.pipelines.study.study_answer import Saving, SavingKind, StudyAnswer
 from headscan.pipelines.study.study_candidates import Candidates, ablations, best_criterion, caches, mask_arms, removals
 from headscan.pipelines.study.study_config import (
@@ -54,15 +55,7 @@ from headscan.pipelines.study.study_config import (
     write_study,
 )
 from headscan.pipelines.study.study_texts import StudyTexts, split_texts
-from headscan.pipelines.study.study_time import (
-    TimedPass,
-    decided,
-    limit_per_task,
-    measures_recall,
-    question_costs,
-    repair_texts,
-    time_pass,
-)
+from headscan.pipelines.study.study_time import TimedPass, decided, measures_recall, time_pass
 
 
 def run_study(config: StudyConfig, run: Run) -> StudyAnswer:

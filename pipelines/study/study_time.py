@@ -1,45 +1,29 @@
 """The plan of a study's hours: number of texts, shares, searches, and questions of each kind.
 
-A forward pass is timed, the questions are built and their tokens counted, and the whole model is asked recall
-questions. Everything else follows from the number of times that each step reads its texts.
+A forward pass is timed, and `question_costs` counts the tokens of the questions. Everything else follows from the
+number of times that each step reads its texts. This module needs torch and transformers alone.
 """
 
 from __future__ import annotations
 
-import tempfile
 import time
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import ceil
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from headscan.analysis.verdicts.paired import enough_questions
-from headscan.analysis.verdicts.scope_verdicts import recall_needed, solves
 from headscan.catalog import CRITERIA, RECALL_FAMILIES
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.corpora import CorpusError
-from headscan.pipelines.evaluate.continuation_task import CONTINUATION, make_questions, write_task
-from headscan.pipelines.evaluate.run_sweep import whole_model_recall
-from headscan.pipelines.evaluate.tasks import Questions, Tasks
-from headscan.pipelines.pruning.model_costs import columns_to_solve, wait_for
-from headscan.pipelines.pruning.prune_config import RepairChoice
-from headscan.pipelines.runs.head_orders import run_kind
+from headscan.pipelines.pruning.model_costs import wait_for
 from headscan.pipelines.runs.progress import time_text
-from headscan.pipelines.runs.run_context import Run
-from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallError, RecallQuestions, TaskConfig
 from headscan.pipelines.study.study_config import (
     FEWEST_JUDGED_TEXTS,
     FEWEST_STUDY_TEXTS,
     MOST_STUDY_TEXTS,
     SHARE_SETTINGS,
     StudyConfig,
-    StudyError,
 )
-from headscan.pipelines.study.study_texts import StudyTexts
 
 #: Share of the time that the steps before the questions may take.
 _STEPS = 0.6
@@ -62,20 +46,16 @@ _EFFORTS = (
     (16, _LEAST_SHARES),
     (FEWEST_STUDY_TEXTS, _LEAST_SHARES),
 )
-#: Number of questions of each task or kind whose tokens are counted.
-_SAMPLE = 16
-#: Recall questions of each kind that the whole model is asked, and the fewest that judge.
-_ASKED_FIRST, _FEWEST_RECALL = 32, 40
+#: Fewest recall questions of each kind that judge.
+_FEWEST_RECALL = 40
 #: Fewest benchmark questions, and the largest share of the questions' time that recall takes.
 _FEWEST, _MOST_RECALL_TIME = 100, 0.5
 #: Share of the answers that a harmless share of heads changes.
-_CHANGED = 0.03
+CHANGED = 0.03
 #: Rounds of questions that the time is made for; each has one share of every kind.
 _ROUNDS = 2
 #: Approximate number of sets of windows that a search for a plan measures.
 _SETS = 130
-#: Passes over the calibration texts by which a choice by damage exceeds one by a criterion, for each share.
-_DAMAGE_PASSES = 24
 
 
 @dataclass(frozen=True)
@@ -125,73 +105,30 @@ class QuestionCosts:
     repair_texts: int = 0
 
 
-def question_costs(config: StudyConfig, run: Run, texts: StudyTexts) -> QuestionCosts:
-    """Count the tokens of some questions, and ask the whole model recall questions that judge nothing."""
-    assert config.max_tokens is not None
-    enough = enough_questions(_CHANGED, config.kind_count)
-    made = len(make_questions(texts.judged_files, enough))
-    if config.tasks is None and not made:
-        raise StudyError(
-            "no question can be made of the texts that judge: each needs about 800 characters of one text. Give longer"
-            " texts, or `tasks`"
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        tasks = config.tasks
-        if tasks is None:
-            write_task(Path(folder), texts.judged_files, _SAMPLE, name=CONTINUATION)
-            tasks = TaskConfig((CONTINUATION,), include_path=folder)
-        sample = Questions(replace(tasks, limit=min(_SAMPLE, tasks.limit or _SAMPLE)), None, run.identity)
-        of_task = {name: min(count, tasks.limit or count) for name, count in sample.tasks.available.items()}
-        sampled = sum(min(_SAMPLE, count) for count in of_task.values())
-        tokens = sample.tokens_to_read() / max(1, sampled)
-    available = sum(of_task.values()) if config.tasks else made
-    if not available:
-        raise StudyError("the tasks have no question with a right answer, so they cannot judge. Choose other `tasks`")
-    asked = RecallQuestions(lengths=(config.max_tokens - 1,), questions=_ASKED_FIRST, seed=1)
-    recall_tokens = _recall_tokens(config, asked, run)
-    needed, words = [0], []
-    if config.recall_questions is None and recall_tokens:
-        asking = EvaluateConfig(config.model, TaskConfig(), asked, config.batch_tokens)
-        for kind, (right, number) in whole_model_recall(asking, run).items():
-            words.append(f"{kind} {right:.0f} %")
-            if solves(kind, right, number):
-                needed.append(recall_needed(kind, right, config.kind_count))
-    repairing = 0 if config.prune_shares == () else repair_texts(run, config.max_tokens)
-    return QuestionCosts(tokens, recall_tokens, enough, available, max(needed), ", ".join(words), repairing)
-
-
-def repair_texts(run: Run, tokens: int) -> int:
-    """Return `QuestionCosts.repair_texts` of texts of some length."""
-    columns: int = run.pool.one(columns_to_solve, RepairChoice().targets)
-    return ceil(1.25 * columns / tokens)
-
-
-def _recall_tokens(config: StudyConfig, asked: RecallQuestions, run: Run) -> float:
-    """Return the tokens of one question of each recall task; 0 if none is asked, or if none fits."""
-    if config.recall_questions == 0:
-        return 0.0
-    try:
-        return Questions(TaskConfig(), asked, run.identity, recall_only=True).tokens_to_read() / _ASKED_FIRST
-    except (RecallError, CorpusError) as problem:
-        if config.recall_questions is not None:
-            raise StudyError(
-                f"`recall_questions={config.recall_questions}` do not fit `max_tokens={config.max_tokens}` or the"
-                f" tokenizer ({problem}). Raise `max_tokens`, or set `recall_questions` to 0"
-            ) from problem
-        run.say(f"no recall question is asked, so it stays unknown whether recall is kept ({problem})")
-        return 0.0
-
-
 def measures_recall(config: StudyConfig) -> bool:
     """Return True if a criterion needs the importance on recall prompts."""
     return any(CRITERIA[name].on_recall for name in config.ranking)
 
 
-def limit_per_task(tasks: TaskConfig, questions: int) -> int:
-    """Return the limit with which the tasks have about ``questions`` questions together, at least one each."""
-    sizes = Tasks(tasks).available.values()
-    limits = range(1, max(sizes, default=1) + 1)
-    return max(1, bisect_right(limits, questions, key=lambda limit: sum(min(size, limit) for size in sizes)))
+@dataclass(frozen=True)
+class PassCosts:
+    """Times of what a study repeats, as multiples of that of a plain forward pass over as many tokens.
+
+    Attributes:
+        scan: The statistics of a text; they cost about half of a pass.
+        importance: The importance of all heads on a text; a backward pass costs two forward passes.
+        derivatives: Gradients of every KV head's window on a text; 6 fits a run on SmolLM2 (5 minutes estimated, 6
+            taken).
+        repair: The repair of a model on a text, which runs through both models, and the solving; 3.5 fits a run on
+            SmolLM2.
+        damage: What a choice by damage takes in addition to a criterion, for each share.
+    """
+
+    scan: float = 1.5
+    importance: float = 3.0
+    derivatives: float = 6.0
+    repair: float = 3.5
+    damage: float = 24.0
 
 
 def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callable[[str], None]) -> StudyConfig:
@@ -200,35 +137,29 @@ def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callab
     """
     if not costs.recall_tokens:
         config = replace(config, recall_questions=0)
-    asked, length = config, config.max_tokens
-    assert length is not None
-    seconds, per_text = 3600 * config.hours, length / speed
+    asked, seconds, passes = config, 3600 * config.hours, PassCosts()
     for texts_read, tried in _EFFORTS:
         shares: dict[str, Any] = {name: each for name, each in tried.items() if getattr(asked, name) is None}
-        config = replace(asked, **shares)
-        sequences, judged_texts = (
-            config.sequences or texts_read,
-            config.judged_texts or max(texts_read, FEWEST_JUDGED_TEXTS),
+        config = replace(
+            asked,
+            **shares,
+            sequences=asked.sequences or texts_read,
+            judged_texts=asked.judged_texts or max(texts_read, FEWEST_JUDGED_TEXTS),
         )
-        repairing = max(sequences, costs.repair_texts)
-        steps = _step_seconds(config, sequences, repairing, judged_texts, speed)
-        damage = _DAMAGE_PASSES * _number(config.prune_shares) * repairing * per_text
         # Without ablated heads there is no criterion, so fewer texts and shares make room for damage.
         only_damage = config.prune_by == "damage" or not config.shares
-        if only_damage:
-            steps["5. pruning"] += damage
-        if sum(steps.values()) <= _STEPS * seconds:
+        damage = _damage_seconds(config, costs, speed, passes)
+        spare = _STEPS * seconds - sum(_reading_seconds(config, costs, speed, passes).values()) - damage * only_damage
+        if spare >= 0:
             break
-    spare = _STEPS * seconds - sum(steps.values())
-    search = _SETS * _number(config.window_shares) * (sequences / 2 + config.recall_prompts) * per_text
     prune_by = config.prune_by or ("damage" if only_damage or damage < spare else "criterion")
     if prune_by == "damage" and not only_damage:
-        steps["5. pruning"] += damage
         spare -= damage
-    searches = config.search if config.search is not None else bool(config.window_shares) and search < spare
-    if searches:
-        steps["4. plans"] += search
-    before = sum(steps.values())
+    search = config.search
+    if search is None:
+        search = bool(config.window_shares) and _search_seconds(config, speed) < spare
+    config = replace(config, prune_by=prune_by, search=search)
+    before = sum(_before_questions(config, costs, speed, passes).values())
     arms = 1 + _ROUNDS * config.kind_count
     tokens = max(0.0, seconds - before) * speed / arms
     recall = config.recall_questions
@@ -239,7 +170,8 @@ def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callab
     if questions is None:
         afford = int((tokens - recall * costs.recall_tokens) / costs.tokens)
         questions = min(costs.available, max(_FEWEST, min(costs.enough, afford)))
-    steps["7. questions"] = arms * (questions * costs.tokens + recall * costs.recall_tokens) / speed
+    config = replace(config, questions=questions, recall_questions=recall)
+    steps = study_seconds(config, costs, speed)
     say(
         f"a forward pass reads {speed:,.0f} tokens per second; about {time_text(sum(steps.values()))} in all"
         f" (limit {config.hours:g} h)"
@@ -253,51 +185,84 @@ def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callab
     judging = min(questions, costs.available)
     tokens_enough = costs.enough * costs.tokens + costs.enough_recall * costs.recall_tokens
     say(
-        f"{sequences} texts measure; {judged_texts} texts, {judging:,} questions and {recall} of each recall task"
-        f" judge. To show that a harmless share, which changes {_CHANGED:.0%} of the answers, is safe takes about"
-        f" {needs}, with which the study takes {time_text(before + arms * tokens_enough / speed)}"
+        f"{config.sequences} texts measure; {config.judged_texts} texts, {judging:,} questions and {recall} of each"
+        f" recall task judge. To show that a harmless share, which changes {CHANGED:.0%} of the answers, is safe takes"
+        f" about {needs}, with which the study takes {time_text(before + arms * tokens_enough / speed)}"
     )
     if costs.recalls and not costs.enough_recall:
         say(f"the whole model hardly solves the recall tasks ({costs.recalls}): what is safe may still cost recall")
-    return replace(
-        config,
-        sequences=sequences,
-        judged_texts=judged_texts,
-        questions=questions,
-        recall_questions=recall,
-        search=searches,
-        prune_by=prune_by,
-    )
+    return config
+
+
+def study_seconds(
+    config: StudyConfig, costs: QuestionCosts, speed: float, passes: PassCosts = PassCosts()
+) -> dict[str, float]:
+    """Return the approximate seconds of each step of a study without open decisions at ``speed`` tokens per second."""
+    assert config.questions is not None and config.recall_questions is not None
+    tokens = config.questions * costs.tokens + config.recall_questions * costs.recall_tokens
+    questions = (1 + _ROUNDS * config.kind_count) * tokens / speed
+    return _before_questions(config, costs, speed, passes) | {"7. questions": questions}
+
+
+def _before_questions(config: StudyConfig, costs: QuestionCosts, speed: float, passes: PassCosts) -> dict[str, float]:
+    """Return the seconds of each step before the questions, with searches by what the settings decide."""
+    steps = _reading_seconds(config, costs, speed, passes)
+    if config.search:
+        steps["4. plans"] += _search_seconds(config, speed)
+    if config.prune_by == "damage":
+        steps["5. pruning"] += _damage_seconds(config, costs, speed, passes)
+    return steps
+
+
+def _search_seconds(config: StudyConfig, speed: float) -> float:
+    """Return the seconds of a search for plans."""
+    assert config.sequences is not None and config.max_tokens is not None
+    prompts = config.sequences / 2 + config.recall_prompts
+    return _SETS * _number(config.window_shares) * prompts * config.max_tokens / speed
+
+
+def _damage_seconds(config: StudyConfig, costs: QuestionCosts, speed: float, passes: PassCosts) -> float:
+    """Return the seconds by which choices of removed heads by damage exceed those by a criterion."""
+    assert config.max_tokens is not None
+    return passes.damage * _number(config.prune_shares) * _repairing(config, costs) * config.max_tokens / speed
+
+
+def _repairing(config: StudyConfig, costs: QuestionCosts) -> int:
+    """Return the number of texts that choose removed heads and repair."""
+    assert config.sequences is not None
+    return max(config.sequences, costs.repair_texts)
 
 
 def _number(shares: tuple[float, ...] | None) -> int:
     return len(shares or ())
 
 
-def _step_seconds(
-    config: StudyConfig, sequences: int, repairing: int, judged_texts: int, speed: float
-) -> dict[str, float]:
+def _reading_seconds(config: StudyConfig, costs: QuestionCosts, speed: float, passes: PassCosts) -> dict[str, float]:
     """Return the approximate seconds of each step before the questions, without searches, from the number of its passes
     over texts and prompts at ``speed`` tokens per second.
     """
-    assert config.max_tokens is not None
+    sequences, judged_texts = config.sequences, config.judged_texts
+    assert config.max_tokens is not None and sequences is not None and judged_texts is not None
     per_text = config.max_tokens / speed
     masks, windows, pruned = (_number(getattr(config, name)) for name in SHARE_SETTINGS)
     prompts = sequences / 2 + config.recall_prompts
     # One criterion needs no comparison, and scores of the scan no importance.
     candidates = masks * len(config.ranking) if len(config.ranking) > 1 else 0
-    by_importance = masks > 0 and any(run_kind(name) != "scan" for name in config.ranking)
+    by_importance = masks > 0 and any(CRITERIA[name].run != "scan" for name in config.ranking)
     measured = (sequences + len(RECALL_FAMILIES) * config.recall_prompts * measures_recall(config)) * by_importance
+    repaired = 2 * _repairing(config, costs) + 4 * config.recall_prompts
     return {
-        # Statistics cost about half of a pass.
-        "1. scan": 1.5 * sequences * per_text,
+        "1. scan": passes.scan * sequences * per_text,
         # 60 sequences of repeats and prompts with needles.
         "2. probe": 60 * 256 / speed,
-        # Importance has a backward pass, which costs two forward passes; arms share the layers below their heads.
-        "3. importance, criterion": (3 * measured + candidates * (judged_texts / 2 + config.recall_prompts)) * per_text,
-        # Gradients of every head, and each set of windows; 6 fits a run on SmolLM2 (5 minutes estimated, 6 taken).
-        "4. plans": (6 + windows) * prompts * per_text,
-        # Twice the texts and prompts run through both models, and solving takes time; 3.5 fits a run on SmolLM2.
-        "5. pruning": 3.5 * pruned * (2 * repairing + 4 * config.recall_prompts) * per_text,
+        # Arms share the layers below their heads.
+        "3. importance, criterion": (
+            passes.importance * measured + candidates * (judged_texts / 2 + config.recall_prompts)
+        )
+        * per_text,
+        # Each set of windows is measured, too.
+        "4. plans": (passes.derivatives + windows) * prompts * per_text,
+        # Twice the texts and prompts run through both models.
+        "5. pruning": passes.repair * pruned * repaired * per_text,
         "6. loss": (1 + masks + windows + pruned) * judged_texts * per_text,
     }

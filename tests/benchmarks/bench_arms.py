@@ -14,32 +14,31 @@ requests in which rounding led a rule to ablate another number of heads.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 import headscan
 from headscan.ablation.masks import HeadMask
 from headscan.ablation.rules import HeadRule
-from headscan.attention.discovery import discover
 from headscan.checkpoints.sources import load_tokenizer
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.scoring.reading import PromptReading, choose_reading
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
-from tests.benchmarks.measuring import device_of, parser_of
-from tests.benchmarks.overhead import peak_bytes
-from tests.small_models import LoadedPool
+from tests.benchmarks.measuring import Table, device_of, parser_of, show
+from tests.benchmarks.overhead import make_model, peak_bytes
+from tests.loaded_pool import LoadedPool
 
-#: Name: hidden size, query heads, KV heads, MLP width, layers. Of 10M the embedding is another 12.6M.
-SHAPES = {"10M": (256, 4, 2, 1024, 10), "135M": (576, 9, 3, 1536, 30), "8B": (4096, 32, 8, 14336, 32)}
+#: Layers of the shapes in `overhead`. Of 10M the embedding is another 12.6M.
+_LAYERS = {"10M": 10, "135M": 30, "8B": 32}
 #: Subjects whose questions are asked unless told otherwise: lm-eval's own model takes seconds a question.
 SUBJECTS = {"10M": 3, "135M": 1, "8B": 2}
 _VOCABULARY = 49152
@@ -48,33 +47,33 @@ _CONTEXT = 8192
 _EXAMPLES, _QUESTION = (350, 950), (60, 170)
 _ANSWERS = 4
 
+COLUMNS = (
+    "shape",
+    "arm",
+    "questions",
+    "beside",
+    "its questions/s",
+    "headscan",
+    "ratio",
+    "peak memory",
+    "other heads",
+    "difference of the others",
+    "largest difference",
+)
 #: What is ablated: on models with random weights a rule by this threshold takes a part of the heads of most layers.
-_SILENCED: dict[str, Callable[[headscan.LoadedModel], HeadMask | HeadRule]] = {
+ABLATED: dict[str, Callable[[headscan.LoadedModel], HeadMask | HeadRule]] = {
     "mask": lambda lm: HeadMask([(0, 0), (len(lm.grid.sites) // 2, 1)]),
     "rule": lambda lm: HeadRule("output_norm_ln", threshold=0.97),
 }
 
 
-def make_model(shape: str, device: str, dtype: torch.dtype) -> headscan.LoadedModel:
-    """A whole model of a shape with random weights."""
-    hidden, heads, kv_heads, mlp, layers = SHAPES[shape]
-    config = LlamaConfig(
-        vocab_size=_VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=_CONTEXT,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    with torch.device(device):  # random numbers for 8B weights take a CPU minutes
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    return headscan.LoadedModel(model, load_tokenizer(str(MODEL_FOLDER)), discover(model), shape)
+def make_whole(shape: str, device: str, dtype: torch.dtype) -> headscan.LoadedModel:
+    """Return a whole model of a shape with random weights, and a tokenizer."""
+    lm = make_model(shape, _CONTEXT, device, dtype, _LAYERS[shape], _VOCABULARY, tied=True)
+    return headscan.LoadedModel(lm.model, load_tokenizer(str(MODEL_FOLDER)), lm.grid, shape)
 
 
-def made_requests(subjects: int, questions: int) -> list[Request]:
+def made_requests(subjects: int, questions: int, vocabulary: int = _VOCABULARY) -> list[Request]:
     """Random tokens of MMLU's lengths. No token is 0, which pads."""
     generator = torch.Generator().manual_seed(0)
 
@@ -82,11 +81,11 @@ def made_requests(subjects: int, questions: int) -> list[Request]:
         return torch.randint(low, high, (count,), generator=generator).tolist()
 
     found = []
-    answers = draw(1, _VOCABULARY, _ANSWERS)
+    answers = draw(1, vocabulary, _ANSWERS)
     for examples in draw(*_EXAMPLES, subjects):
-        prefix = draw(1, _VOCABULARY, examples)
+        prefix = draw(1, vocabulary, examples)
         for question in draw(*_QUESTION, questions):
-            context = prefix + draw(1, _VOCABULARY, question)
+            context = prefix + draw(1, vocabulary, question)
             found += [Request((*context, answer), 1) for answer in answers]
     return found
 
@@ -116,12 +115,13 @@ class Theirs:
         with quiet_harness():
             self._hflm = HFLM(pretrained=lm.model, tokenizer=lm.tokenizer, batch_size=batch, max_length=_CONTEXT)
 
-    def answer(self, requests: Sequence[Request], ablated: HeadMask | HeadRule) -> list[float]:
+    def answer(self, requests: Sequence[Request], ablated: HeadMask | HeadRule) -> Answers:
         pairs: list[Any] = [
             (("", ""), list(r.ids[: -r.scored_tokens]), list(r.ids[-r.scored_tokens :])) for r in requests
         ]
         with self._hooks(ablated):
-            return [value for value, _ in self._hflm._loglikelihood_tokens(pairs, disable_tqdm=True)]
+            values = [value for value, _ in self._hflm._loglikelihood_tokens(pairs, disable_tqdm=True)]
+        return Answers(values, (0.0,) * len(values))
 
     @contextmanager
     def _hooks(self, ablated: HeadMask | HeadRule) -> Iterator[None]:
@@ -162,9 +162,7 @@ class Theirs:
         return ablate
 
 
-def timed(
-    ways: Mapping[str, Callable[[], list[float]]], rounds: int
-) -> tuple[dict[str, float], dict[str, list[float]]]:
+def timed(ways: Mapping[str, Callable[[], Answers]], rounds: int) -> tuple[dict[str, float], dict[str, Answers]]:
     """Median time of each way, run in turn, and the log-likelihoods that it gave last."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     values = {}
@@ -176,54 +174,83 @@ def timed(
     return {name: median(of_way) for name, of_way in times.items()}, values
 
 
+def readings(lm: headscan.LoadedModel, ablates: Collection[HeadMask | HeadRule]) -> tuple[PromptReading, PromptReading]:
+    """Return how arms read shared prefixes, and whole prompts."""
+    shared, whole = (
+        choose_reading(LoadedPool(lm), lm.dtype, lm.rope_lengths, list(ablates), share, show) for share in (None, False)
+    )
+    return shared, whole
+
+
+class Answers(NamedTuple):
+    """The log-likelihood of each request under an arm, and the share of heads that were ablated in it."""
+
+    values: list[float]
+    shares: tuple[float, ...]
+
+    def differences(self, other: Answers) -> tuple[int, float, float]:
+        """Return the number of requests with other numbers of ablated heads, the largest difference of the others'
+        log-likelihoods, and that of all.
+        """
+        pairs = list(zip(self.values, other.values, self.shares, other.shares, strict=True))
+        alike = [abs(a - b) for a, b, ours, theirs in pairs if ours == theirs]
+        return len(pairs) - len(alike), max(alike, default=0.0), max(abs(a - b) for a, b, *_ in pairs)
+
+
+def answers(
+    lm: headscan.LoadedModel,
+    reading: PromptReading,
+    ablated: HeadMask | HeadRule,
+    asked: Sequence[Request],
+    budget: int,
+) -> Answers:
+    """Return an arm's answers; a pass reads ``budget`` tokens."""
+    result = reading.item("all", tuple(asked), [ablated], budget).run(lm)[0]
+    return Answers([answer.log_likelihood for answer in result.values], result.ablated_shares)
+
+
 def compared(
     lm: headscan.LoadedModel, requests: Sequence[Request], arms: Sequence[str], batch: int, rounds: int, beside: str
-) -> Iterator[str]:
-    """A row of the table for each kind of arm, the shape aside. ``beside`` is what the arms are compared with."""
+) -> Iterator[tuple[object, ...]]:
+    """Yield the cells of `COLUMNS` after the shape for each kind of arm. ``beside`` is what the arms are compared
+    with.
+    """
     questions = len({request.ids[:-1] for request in requests})
     budget = batch * max(len(request.ids) for request in requests)
     theirs = Theirs(lm, batch) if beside == "lm-eval" else None
-    ablates = {name: _SILENCED[name](lm) for name in arms}
-    shared, whole = (
-        choose_reading(LoadedPool(lm), lm.dtype, lm.rope_lengths, list(ablates.values()), share, print)
-        for share in (None, False)
-    )
+    ablates = {name: ABLATED[name](lm) for name in arms}
+    shared, whole = readings(lm, ablates.values())
 
-    shares: dict[PromptReading, tuple[float, ...]] = {}
-
-    def ours(reading: PromptReading, ablated: HeadMask | HeadRule, asked: Sequence[Request]) -> list[float]:
-        item = reading.item("all", tuple(asked), [ablated], budget)
-        result = item.run(lm)[0]
-        shares[reading] = result.ablated_shares
-        return [answer.log_likelihood for answer in result.values]
-
-    def ways(ablated: HeadMask | HeadRule, asked: Sequence[Request]) -> dict[str, Callable[[], list[float]]]:
-        other = partial(theirs.answer, asked, ablated) if theirs else partial(ours, whole, ablated, asked)
-        return {beside: other, "headscan": partial(ours, shared, ablated, asked)}
+    def ways(ablated: HeadMask | HeadRule, asked: Sequence[Request]) -> dict[str, Callable[[], Answers]]:
+        other = (
+            partial(theirs.answer, asked, ablated) if theirs else partial(answers, lm, whole, ablated, asked, budget)
+        )
+        return {beside: other, "headscan": partial(answers, lm, shared, ablated, asked, budget)}
 
     # The longest make the peak, and counting every tensor of all of them would take long.
     longest = sorted(requests, key=lambda request: -len(request.ids))[: 4 * _ANSWERS * batch]
     for name, ablated in ablates.items():
         took, values = timed(ways(ablated, requests), rounds)
-        differences = [abs(a - b) for a, b in zip(values[beside], values["headscan"], strict=True)]
-        others = "- | -"
-        if not theirs:
-            same = [a == b for a, b in zip(shares[whole], shares[shared], strict=True)]
-            of_same = max((d for d, alike in zip(differences, same, strict=True) if alike), default=0.0)
-            others = f"{same.count(False)} | {of_same:.0e}"
+        others, of_same, largest = values[beside].differences(values["headscan"])
         peaks = {way: peak_bytes(lm, run) for way, run in ways(ablated, longest).items()}
         yield (
-            f"{name} | {questions} | {questions / took[beside]:.2f}/s | {questions / took['headscan']:.2f}/s | "
-            f"{took[beside] / took['headscan']:.2f} | {peaks['headscan'] / peaks[beside]:.2f} | "
-            f"{others} | {max(differences):.0e}"
+            name,
+            questions,
+            beside,
+            f"{questions / took[beside]:.2f}/s",
+            f"{questions / took['headscan']:.2f}/s",
+            f"{took[beside] / took['headscan']:.2f}",
+            f"{peaks['headscan'] / peaks[beside]:.2f}",
+            *(("-", "-") if theirs else (others, f"{of_same:.0e}")),
+            f"{largest:.0e}",
         )
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--shapes", nargs="+", default=["10M", "135M"], choices=SHAPES)
+    parser.add_argument("--shapes", nargs="+", default=["10M", "135M"], choices=_LAYERS)
     parser.add_argument("--beside", default="lm-eval", choices=("lm-eval", "whole"), help="default: lm-eval")
-    parser.add_argument("--arms", nargs="+", default=list(_SILENCED), choices=_SILENCED)
+    parser.add_argument("--arms", nargs="+", default=list(ABLATED), choices=ABLATED)
     parser.add_argument("--batch", type=int, default=8, help="lm-eval's batch; ours holds as many tokens (default: 8)")
     parser.add_argument("--subjects", type=int, help="of the made requests (default: 3, of 135M 1)")
     parser.add_argument("--questions", type=int, default=20, help="a subject of the made requests (default: 20)")
@@ -235,22 +262,17 @@ def main() -> None:
     options = parser.parse_args()
     logging.set_verbosity_error()
     device_of(options)
-    dtype = getattr(torch, options.dtype)
-    print(
-        f"\n| shape | arm | questions | {options.beside} | headscan | ratio | peak memory | other heads | "
-        "difference of the others | largest difference |"
-    )
-    print("|---|---|---:|---:|---:|---:|---:|---:|---:|---:|", flush=True)
+    table = Table("## Arms", COLUMNS)
     for shape in options.shapes:
-        lm = make_model(shape, options.device, dtype)
+        lm = make_whole(shape, options.device, getattr(torch, options.dtype))
         if options.tasks:
             names = tuple(options.tasks.split(","))
             tasks = TaskConfig(names, options.include_path, options.num_fewshot, options.limit)
             requests = task_requests(tasks, lm.require_tokenizer())
         else:
             requests = made_requests(options.subjects or SUBJECTS[shape], options.questions)
-        for line in compared(lm, requests, options.arms, options.batch, options.rounds, options.beside):
-            print(f"| {shape} | {line} |", flush=True)
+        for cells in compared(lm, requests, options.arms, options.batch, options.rounds, options.beside):
+            table.row(shape, *cells)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import headscan
 from headscan.attention.fused import kernels_for
 from headscan.catalog import SCORES, panel_names, statistics_for
-from tests.benchmarks.measuring import Table, device_of, free_bytes, medians, parser_of, show
+from tests.benchmarks.measuring import Table, device_of, first_line, free_bytes, medians, parser_of, show
 from tests.benchmarks.overhead import SHAPES, VOCABULARY, eager_bytes, eager_statistics, make_model, peak_bytes, ways
 
 SCAN_COLUMNS = ("shape", "layers", "tokens", "way", "ms", "x plain", "peak MiB", "x plain peak")
@@ -159,7 +159,7 @@ def call_rows(load: Load, device: torch.device, dtype: torch.dtype, seconds: flo
         try:
             call()
         except RuntimeError as problem:  # a backend that does not support this call on this machine
-            yield (*about, name, "not run", str(problem).strip().partition("\n")[0][:80])
+            yield (*about, name, "not run", first_line(problem))
         else:
             running[name] = call
     took = medians(running, device, seconds / 8)

@@ -6,9 +6,11 @@ import argparse
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -18,6 +20,8 @@ import transformers
 
 #: Largest number of timed rounds.
 _MOST = 10
+#: Longest text of an error in a table.
+_LONGEST_CELL = 100
 
 
 def parser_of(doc: str | None, dtype: str = "float32") -> argparse.ArgumentParser:
@@ -118,6 +122,38 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class OutOfTime(BaseException):
+    """A step was stopped because its time is over. No handler of errors catches it, as it does not catch Ctrl-C."""
+
+
+class Clock:
+    """The time that a benchmark has from now on, in seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left; negative after the end."""
+        return self._end - time.monotonic()
+
+    @contextmanager
+    def limit(self, most: float) -> Iterator[None]:
+        """Raise OutOfTime in the block after ``most`` seconds, or when the clock ends; only in the main thread."""
+        seconds = max(0.001, min(most, self.left))
+
+        def stop(*_: object) -> None:
+            raise OutOfTime(f"stopped after {seconds:.0f} s")
+
+        handler = signal.signal(signal.SIGALRM, stop)
+        timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+            signal.signal(signal.SIGALRM, handler)
+
+
 class Table:
     """A Markdown table that is printed row by row, so that a killed run shows its results so far."""
 
@@ -131,6 +167,11 @@ class Table:
             show(f"\n{self._title}\n\n{_line(self._columns)}\n{_line(['---'] * len(self._columns))}")
             self._begun = True
         show(_line([*cells, *[""] * (len(self._columns) - len(cells))]))
+
+
+def first_line(problem: Exception) -> str:
+    """Return the first line of an error, for a cell of a table."""
+    return (str(problem).strip().partition("\n")[0] or type(problem).__name__)[:_LONGEST_CELL]
 
 
 def show(text: str) -> None:

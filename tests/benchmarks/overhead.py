@@ -29,7 +29,13 @@ from headscan.statistics.registry import OUTPUT_STATISTICS, output_statistics
 from headscan.statistics.weight_statistics import AttentionRequest
 
 #: By name: hidden size, query heads, KV heads, MLP width, number of layers.
-SHAPES = {"135M": (576, 9, 3, 1536, 4), "1B": (2048, 32, 8, 8192, 2), "8B": (4096, 32, 8, 14336, 2)}
+SHAPES = {
+    "tiny": (128, 8, 4, 256, 4),
+    "10M": (256, 4, 2, 1024, 10),
+    "135M": (576, 9, 3, 1536, 4),
+    "1B": (2048, 32, 8, 8192, 2),
+    "8B": (4096, 32, 8, 14336, 2),
+}
 VOCABULARY = 1024
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # in malloc.h
 
@@ -37,21 +43,31 @@ Way = Callable[[], object]
 
 
 def make_model(
-    shape: str, tokens: int, device: str, dtype: torch.dtype, layers: int | None = None
+    shape: str,
+    tokens: int,
+    device: str,
+    dtype: torch.dtype,
+    layers: int | None = None,
+    vocabulary: int = VOCABULARY,
+    *,
+    tied: bool = False,
+    rope_theta: float = 1e4,
 ) -> headscan.LoadedModel:
-    """Build layers of a shape with random weights on the device.
+    """Build layers of a shape with random weights on the device, for sequences of at most ``tokens`` tokens.
 
     ``layers=None`` uses the number in `SHAPES`.
     """
     hidden, heads, kv_heads, mlp, few = SHAPES[shape]
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=mlp,
         num_hidden_layers=few if layers is None else layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         max_position_embeddings=tokens,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
     )
     torch.manual_seed(0)
     with torch.device(device):  # random numbers for 8B weights take a CPU minutes
@@ -110,10 +126,7 @@ def eager_statistics(lm: headscan.LoadedModel, ids: Tensor) -> dict[tuple[str, i
 def peak_bytes(lm: headscan.LoadedModel, way: Way) -> int:
     """Return the peak bytes of all tensors, including weights."""
     if lm.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(lm.device)
-        way()
-        torch.cuda.synchronize(lm.device)
-        return int(torch.cuda.max_memory_allocated(lm.device))
+        return gpu_peak_bytes(lm.device, way)
     with _large_blocks_unmapped(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         way()
     results = trace.profiler.kineto_results if trace.profiler else None
@@ -121,7 +134,15 @@ def peak_bytes(lm: headscan.LoadedModel, way: Way) -> int:
     # Every allocation and release, in order: the process's own peak would include memory that malloc keeps.
     changes = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
     weights = sum(parameter.nbytes for parameter in lm.model.parameters())
-    return weights + max(accumulate(change for _, change in changes))
+    return weights + max(accumulate(change for _, change in changes), default=0)
+
+
+def gpu_peak_bytes(device: torch.device, way: Way) -> int:
+    """Return the peak bytes of all tensors on a GPU."""
+    torch.cuda.reset_peak_memory_stats(device)
+    way()
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_allocated(device))
 
 
 @contextmanager

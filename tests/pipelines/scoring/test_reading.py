@@ -16,7 +16,8 @@ from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.reading import PromptReading, choose_reading
 from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem
 from headscan.pipelines.scoring.token_requests import Request
-from tests.small_models import LoadedPool, make_loaded
+from tests.loaded_pool import LoadedPool
+from tests.small_models import make_loaded
 
 MASK, RULE, RANDOM = headscan.HeadMask([(0, 0)]), headscan.HeadRule("entropy", 1.0), headscan.RandomHeads(0.1, 0)
 

@@ -24,9 +24,10 @@ from headscan.pipelines.scoring.reading import choose_reading
 from headscan.pipelines.scoring.shared_row_likelihood import RowPacker, SharedRowItem, can_share_rows_task
 from headscan.pipelines.scoring.token_requests import LogLikelihood, Request, Responses, answer_item
 from headscan.statistics.registry import masks_read
+from tests.loaded_pool import LoadedPool
 from tests.pipelines.scoring.test_bundles import BATCH_TOKENS, REQUESTS, close
 from tests.pipelines.scoring.test_prefix_tree import random_sequences
-from tests.small_models import LoadedPool, make_loaded
+from tests.small_models import make_loaded
 from tests.test_docs import blocks
 from tests.test_readme import PAGES
 

@@ -20,6 +20,7 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.metrics import Increase
 from headscan.analysis.verdicts.ordered_shares import Outcome, ShareVerdict, judge_shares, largest_safe
+from headscan.catalog import RECALL_FAMILIES
 from headscan.cluster.pool import InProcessPool, Pool
 from headscan.errors import HeadscanError, PruningError
 from headscan.model_spec import ModelSpec
@@ -34,12 +35,13 @@ from headscan.pipelines.runs.progress import time_text
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
+from headscan.pipelines.study.question_costs import limit_per_task, question_costs
 from headscan.pipelines.study.run_study import _Study, run_study
 from headscan.pipelines.study.study_answer import ABLATED, CACHED, REMOVED, Saving, StudyAnswer
 from headscan.pipelines.study.study_candidates import write_heads
 from headscan.pipelines.study.study_config import StudyConfig, StudyError, read_study, resumed, study_from, write_study
 from headscan.pipelines.study.study_texts import split_texts
-from headscan.pipelines.study.study_time import QuestionCosts, decided, limit_per_task, question_costs
+from headscan.pipelines.study.study_time import PassCosts, QuestionCosts, decided, study_seconds
 from tests.pipelines.conftest import THREADS
 
 SPEC = ModelSpec("demo", "float32")
@@ -498,6 +500,33 @@ def test_each_step_is_listed_with_its_time(tmp_path: Path) -> None:
         "6. loss",
         "7. questions",
     ]
+
+
+def test_the_time_of_a_step_follows_from_the_costs_of_its_passes(tmp_path: Path) -> None:
+    """A text of 256 tokens takes 0.256 s at this speed; the two searches are decided, so they count."""
+    settings = StudyConfig(SPEC, CorpusSpec("texts/"), str(tmp_path), max_tokens=256, hours=20)
+    lines: list[str] = []
+    config = decided(settings, 1_000.0, COSTS, lines.append)
+    assert (config.sequences, config.search, config.prune_by) == (64, True, "damage")
+    own = study_seconds(config, COSTS, 1_000.0)
+    assert [f"  {name}" in line for name, line in zip(own, lines[1:], strict=False)] == [True] * 7
+    assert f"about {time_text(sum(own.values()))} in all" in lines[0]
+    assert own["7. questions"] == pytest.approx(
+        7 * ((config.questions or 0) * 280 + (config.recall_questions or 0) * 300) / 1_000
+    )
+    texts, prompts, kinds, repairs = 64, 16, len(RECALL_FAMILIES), 4
+    of_cost = {
+        "scan": ("1. scan", texts),
+        "importance": ("3. importance, criterion", texts + kinds * prompts),
+        "derivatives": ("4. plans", texts / 2 + prompts),
+        "repair": ("5. pruning", repairs * (2 * texts + 4 * prompts)),
+        "damage": ("5. pruning", repairs * texts),
+    }
+    for cost, (step, passes) in of_cost.items():
+        more = replace(PassCosts(), **{cost: getattr(PassCosts(), cost) + 1})
+        changed = study_seconds(config, COSTS, 1_000.0, more)
+        assert {name for name in own if changed[name] != own[name]} == {step}
+        assert changed[step] - own[step] == pytest.approx(0.256 * passes)
 
 
 def test_importance_takes_time_only_if_a_criterion_needs_it(tmp_path: Path) -> None:
