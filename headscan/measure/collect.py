@@ -6,6 +6,7 @@ output.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -104,6 +105,7 @@ def collect(
     keep_nonfinite: bool = False,
     decoder_input_ids: TokenIds | None = None,
     decoder_lengths: Tensor | Sequence[int] | None = None,
+    token_type_ids: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Measure every attention head on a batch of sequences.
 
@@ -119,6 +121,8 @@ def collect(
         keep_nonfinite: Return NaN and infinite statistics instead of raising.
         decoder_input_ids: Token ids (B, M) or texts of the decoder; None uses ``input_ids``. Encoder-decoders only.
         decoder_lengths: Real tokens of the decoder's sequences (B,); None means all M.
+        token_type_ids: Types of the tokens (B, N), which tell the two texts of a pair apart; None uses the model's
+            default, one text.
 
     Returns:
         For each statistic float32 (B, L, H), for each profile (B, L, H, bins), on the CPU. NaN where a layer lacks the
@@ -131,7 +135,7 @@ def collect(
         NotFiniteError: A statistic is NaN or infinite.
     """
     wanted = check_statistics(statistics)
-    model_inputs = _ModelInputs.checked(lm, input_ids, lengths, decoder_input_ids, decoder_lengths)
+    model_inputs = _ModelInputs.checked(lm, input_ids, lengths, decoder_input_ids, decoder_lengths, token_type_ids)
     collector = _Collector(lm, model_inputs, wanted, widths or MassWidths(), path, keep_nonfinite)
     with torch.no_grad(), ExitStack() as hooks:
         if wanted - OUTPUT_STATISTICS.keys():
@@ -165,15 +169,17 @@ class _ModelInputs:
         lengths: Tensor | Sequence[int] | None,
         decoder_input_ids: TokenIds | None,
         decoder_lengths: Tensor | Sequence[int] | None,
+        token_type_ids: Tensor | None,
     ) -> _ModelInputs:
         ids, lengths = check_ids(lm, input_ids, lengths)
+        types = {} if token_type_ids is None else {"token_type_ids": _checked_types(lm, ids, token_type_ids)}
         causal = all(site.causal for site in lm.grid.sites)
         if decoder_lengths is not None and decoder_input_ids is None:
             raise SequenceError("decoder_lengths without decoder_input_ids. Pass both or neither")
         if not lm.is_encoder_decoder:
             if decoder_input_ids is not None:
                 raise SequenceError(f"decoder_input_ids for {lm.source}, which is not an encoder-decoder. Omit them")
-            inputs = batch_kwargs(ids, lengths, causal=causal)
+            inputs = batch_kwargs(ids, lengths, causal=causal) | types
             for_hooks = {"attention_mask": _mask(ids, lengths)} if causal else {}
             return cls(inputs, for_hooks, lengths, lengths, ids)
         if decoder_input_ids is None:
@@ -191,6 +197,19 @@ class _ModelInputs:
         if lm.grid.kind == "cross":
             return cls(inputs, for_hooks, real_decoder_lengths, lengths, ids)
         return cls(inputs, for_hooks, real_decoder_lengths, real_decoder_lengths, decoder_ids)
+
+
+def _checked_types(lm: LoadedModel, ids: Tensor, token_type_ids: Tensor) -> Tensor:
+    """Return token types as wide as ids (B, N), on their device."""
+    if "token_type_ids" not in inspect.signature(lm.model.forward).parameters:
+        raise SequenceError(f"token_type_ids for {lm.source}, whose tokens have no types. Leave them out")
+    types = torch.as_tensor(token_type_ids)
+    if types.ndim != 2 or len(types) != len(ids) or types.shape[1] < ids.shape[1] or not _holds_integers(types):
+        raise SequenceError(
+            f"token_type_ids has shape {tuple(types.shape)} and dtype {types.dtype}. Pass integers of the shape of "
+            "input_ids"
+        )
+    return types[:, : ids.shape[1]].to(ids.device)
 
 
 def _mask(ids: Tensor, lengths: Tensor) -> Tensor:
