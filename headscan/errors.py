@@ -86,6 +86,22 @@ class NamedValues(dict[str, _V]):
         raise unknown_name(self.kind, str(name), [*self, *self.elsewhere])
 
 
+#: Most characters that a message quotes from another error.
+_QUOTED = 300
+
+
 def first_line(problem: BaseException) -> str:
-    """Return the first line of an error's message, or its type if it has none."""
-    return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+    """Return the first line of an error's message, or its type if it has none. That of another library's error is cut
+    to 300 characters.
+    """
+    line = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+    return line if isinstance(problem, HeadscanError) else _cut(line)
+
+
+def one_line(problem: BaseException) -> str:
+    """Return an error's message on one line, cut to 300 characters, or its type if it has none."""
+    return _cut(" ".join(str(problem).split()) or type(problem).__name__)
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _QUOTED else line[: _QUOTED - 3] + "..."

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from headscan.errors import HeadscanError, PruningError
+from headscan.errors import HeadscanError, PruningError, one_line
 from headscan.layers.blocks import short_text
 from headscan.loading import load
 from headscan.models.loaded_model import LoadedModel, Sharding
@@ -110,8 +110,9 @@ def _write(lm: LoadedModel, folder: Path, remote_code: bool, max_shard_size: int
         if model.can_generate():
             model.generation_config.validate(strict=True)
     except ValueError as problem:
-        why = " ".join(str(problem).split())
-        raise PruningError(f"{lm.source} cannot be saved: {why} Change lm.model.generation_config") from problem
+        raise PruningError(
+            f"{lm.source} cannot be saved: {one_line(problem)} Change lm.model.generation_config"
+        ) from problem
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     open_weights(folder)
     if remote_code and heads_of(model.config):

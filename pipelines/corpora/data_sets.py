@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from headscan.checkpoints.headers import hub_answers, hub_problem
+from headscan.errors import one_line
 from headscan.pipelines.corpora.documents import Entry, LocalFile, choose_column, unreadable, value_entry
 from headscan.pipelines.settings.corpus_settings import CorpusError, CorpusSpec
 
@@ -101,9 +102,3 @@ def read_rows(data: IterableDataset, column: str | None, where: str) -> Iterator
 
 
 _STRINGS = {"string", "large_string", "string_view"}
-
-
-def one_line(error: BaseException, limit: int = 300) -> str:
-    """Return an exception's message on one line, or its type. The line has at most ``limit`` characters."""
-    message = " ".join(str(error).split()) or type(error).__name__
-    return message if len(message) <= limit else message[: limit - 3] + "..."

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal, NamedTuple, Protocol, cast
 
+from headscan.errors import first_line
 from headscan.pipelines.settings.corpus_settings import CorpusError
 
 #: Suffixes of compressed files that can be read.
@@ -47,7 +48,9 @@ class FileText:
 
 
 class NotTextError(CorpusError):
-    """A file is not text in UTF-8 or, with a byte order mark, UTF-16; ``detail`` is the reason, without the file's name."""
+    """A file is not text in UTF-8, or in the encoding of its byte order mark; ``detail`` is the reason, without the
+    file's name.
+    """
 
     def __init__(self, path: Path, detail: str) -> None:
         super().__init__(f"{path} is not text: {detail}. Convert it to UTF-8")
@@ -127,7 +130,7 @@ def unreadable(path: Path, error: OSError) -> CorpusError:
 
 
 def _damaged(path: Path, error: Exception) -> CorpusError:
-    return CorpusError(f"{path} is damaged or incomplete: {error}. Write or download it again")
+    return CorpusError(f"{path} is damaged or incomplete: {first_line(error)}. Write or download it again")
 
 
 #: ``empty``: only white space, or no records. ``undecodable``: not UTF-8, a broken record, or a damaged table.

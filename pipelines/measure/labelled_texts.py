@@ -13,13 +13,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headscan.errors import UnsupportedModelError
+from headscan.errors import UnsupportedModelError, one_line
 from headscan.gradients.losses import ClassificationLoss, Loss, TargetTextLoss
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import is_classifier
 from headscan.models.token_batches import pad
-from headscan.pipelines.corpora.data_sets import one_line
 from headscan.pipelines.corpora.documents import decoded
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.settings.corpus_settings import CorpusError, ExampleError, ExamplesSpec, longest_text
@@ -322,7 +321,8 @@ def read_labelled(
     types_of_model = getattr(config.get_text_config(), "type_vocab_size", None) or 0
     texts, cut = [], 0
     for index, example in enumerate(raw):
-        encoded, long = _encode(data, example, identity.tokenizer, limit, **dict(zip(_READ_AS, example.texts, strict=False)))
+        read_as = dict(zip(("text", "text_pair"), example.texts, strict=False))
+        encoded, long = _encode(data, example, identity.tokenizer, limit, **read_as)
         ids = tuple(encoded["input_ids"])
         types = tuple(encoded.get("token_type_ids") or ())
         # A model with one type, as RoBERTa, tells the texts of a pair apart by the separators between them.
@@ -340,10 +340,6 @@ def read_labelled(
         texts.append(LabelledText(index, ids, target_ids, target, document, token_types))
         cut += long or long_target
     return LabelledTexts(data, answers, tuple(texts), classes, cut)
-
-
-#: Arguments of a tokenizer for the texts of an example.
-_READ_AS = ("text", "text_pair")
 
 
 def _encode(
