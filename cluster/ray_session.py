@@ -18,7 +18,7 @@ from typing import Any
 
 from headscan.cluster.orphan_watch import OrphanWatch
 from headscan.cluster.placement_base import PlacementError
-from headscan.errors import first_line
+from headscan.errors import TERMINAL_COLOURS, first_line
 
 #: Timeouts of a connection to a port, and of an answer of a cluster since the connection began, in seconds.
 _CONNECT_TIMEOUT, _ANSWER_TIMEOUT = 10.0, 25.0
@@ -145,13 +145,9 @@ _LAST_LINES, _LAST_CHARACTERS = 3, 300
 
 def _last(text: str) -> str:
     """Return the last lines of a text as one line, with the end of what is too long."""
-    lines = [" ".join(line.split()) for line in _COLOURS.sub("", text).splitlines()]
+    lines = [" ".join(line.split()) for line in TERMINAL_COLOURS.sub("", text).splitlines()]
     shown = " / ".join([line for line in lines if line][-_LAST_LINES:])
     return shown if len(shown) <= _LAST_CHARACTERS else f"...{shown[-_LAST_CHARACTERS:]}"
-
-
-#: Colours of a terminal.
-_COLOURS = re.compile(r"\x1b\[[\d;]*m")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from stat import S_ISREG
@@ -31,7 +32,7 @@ from headscan.analysis.plans.plan_records import (
     shown,
 )
 from headscan.analysis.store.output_files import write_text
-from headscan.errors import first_line
+from headscan.errors import check_type, first_line
 
 FORMAT = "headscan-head-plan"
 
@@ -294,6 +295,7 @@ def load_plan(path: str | Path) -> HeadPlan:
     Raises:
         PlanError: Missing, not a regular file, not a head plan, of another version, or damaged.
     """
+    check_type("path", path, str | os.PathLike, "the file of a plan", PlanError)
     try:
         data = json.loads(_content_of(Path(path)))
     except OSError as error:
