@@ -186,6 +186,11 @@ def value_entry(source: str, value: object, column: str) -> Entry:
     """Return the entry of a record's text column; a null is empty."""
     if value is None:
         return Entry(source, None, "empty", f"null in column {column!r}")
+    if isinstance(value, bytes):
+        try:
+            value = value.decode()
+        except UnicodeDecodeError as error:
+            return Entry(source, None, "undecodable", f"column {column!r} is not UTF-8 at byte {error.start}")
     if not isinstance(value, str):
         return Entry(source, None, "no_text", f"column {column!r} holds {type(value).__name__}, not a string")
     return text_entry(source, value)

@@ -54,10 +54,7 @@ def test_heads_in_every_form_with_one_meaning_are_the_same(lm: headscan.LoadedMo
 @pytest.mark.parametrize(
     ("heads", "problem"),
     [
-        (
-            3,
-            r"no heads: an object of type int 3\. Pass \(layer, head\) pairs, such as \[\(3, 5\)\], or \{layer: heads\}",
-        ),
+        (3, r"no heads: an object of type int 3\. Pass \(layer, head\) pairs, such as \[\(3, 5\)\], or \{layer"),
         (None, "no heads: an object of type NoneType"),
         ("0:1", "no heads: an object of type str '0:1'"),
         (Path("heads.json"), "no heads: an object of type PosixPath"),
