@@ -5,16 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from headscan.errors import HeadIndexError, PruningError
 
 #: What is removed at once: a query head, the heads of a KV head, or all heads of a layer.
 Unit = Literal["head", "group", "layer"]
-
-
-#: Query heads: pairs of layer and head, the heads of each layer by its number, or a table of bools (L, H).
-Heads = Iterable[tuple[int, int]] | Mapping[int, Iterable[int]]
 
 
 class Head(NamedTuple):
@@ -41,9 +37,19 @@ class Head(NamedTuple):
         raise HeadIndexError(f"not a head: {pair!r}. Pass (layer, head) pairs of integers, such as (3, 5)")
 
 
+class _Mask(Protocol):
+    """What has heads, such as `HeadMask`."""
+
+    @property
+    def heads(self) -> tuple[Head, ...]: ...
+
+
+#: Query heads: pairs of layer and head, the heads of each layer by its number, a mask, or a table of bools (L, H).
+Heads = Iterable[tuple[int, int]] | Mapping[int, Iterable[int]] | _Mask
+
+
 def heads_of_any(heads: Heads) -> tuple[Head, ...]:
-    """Return heads, sorted and without duplicates, from ``(layer, head)`` pairs, from the heads of each layer by its
-    number, from a table of bools (L, H), or from a mask.
+    """Return heads in any form, sorted and without duplicates.
 
     Raises:
         HeadIndexError: Anything else.

@@ -45,7 +45,9 @@ class InterventionRecord:
         self, lm: LoadedModel, lengths: Tensor | Sequence[int] | None, input_keys: Tensor | Sequence[int] | None = None
     ) -> None:
         self.lengths = None if lengths is None else integers("lengths", lengths)
-        self.input_keys = None if input_keys is None else integers("input_keys", input_keys)
+        self.input_keys: Tensor | Sequence[int] | None = (
+            None if input_keys is None else integers("input_keys", input_keys)
+        )
         self._shape = lm.grid.shape
         self._ablated: dict[int, Tensor] = {}
         self._sequences = 0

@@ -47,7 +47,7 @@ def token_ids(
         inputs = torch.from_numpy(inputs.astype(np.int64, copy=False))
     if isinstance(inputs, Tensor):
         return inputs, lengths
-    kinds = str | Sequence | Tensor | np.ndarray
+    kinds = (str, Sequence, Tensor, np.ndarray)
     if not isinstance(inputs, Sequence) or not inputs or not all(isinstance(each, kinds) for each in inputs):
         raise SequenceError(
             "input_ids is no integer array of shape (sequences, tokens). Pass torch.tensor(ids) or a list of texts"

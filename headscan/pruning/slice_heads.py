@@ -165,7 +165,7 @@ def check_slicing(lm: LoadedModel, removed: Iterable[Head], heads: Mapping[int, 
             )
 
 
-def slice_heads(lm: LoadedModel, removed: Heads | HeadMask, weights: Mapping[str, Tensor] | None = None) -> LoadedModel:
+def slice_heads(lm: LoadedModel, removed: Heads, weights: Mapping[str, Tensor] | None = None) -> LoadedModel:
     """Return a model without some heads.
 
     The given model stays as it is. Weights that stay the same are shared, not copied. A KV head goes with the last of

@@ -108,7 +108,7 @@ def _with_header(spec: ExamplesSpec, rows: Iterator[tuple[int, list[str]]]) -> I
             raise ExampleError(
                 f"line {line} of {spec.name} has {len(cells)} columns (limit {len(names)}: {', '.join(names)[:80]}). "
                 "Separate them by one tab or comma, and add a header if there are more, such as premise, hypothesis, "
-                "label"
+                "label; name other columns with `text_columns`"
             )
         else:
             yield line, dict(zip(names, cells, strict=True))
@@ -169,7 +169,7 @@ def _example(spec: ExamplesSpec, line: int, record: Mapping[str, object]) -> Raw
     texts = tuple(_value(spec, line, record, name, "text") for name in _text_columns(spec, line, record))
     asked = None if spec.label_column is None else spec.label_column.lower()
     label = asked or next((name for name in LABEL_COLUMNS if name in record), None)
-    if label not in record:
+    if label is None or label not in record:
         raise ExampleError(f"line {line}: {_no_column(spec, 'label', asked, LABEL_COLUMNS, record)}")
     return RawExample(line, texts, _value(spec, line, record, label, "label"))
 
