@@ -118,7 +118,7 @@ def test_a_chat_template_and_standard_input(
         capsys,
         command(chat, plan, Path("-"), "--apply-chat-template"),
         "cannot be used: no no no",
-        "no... Correct it, or leave out --apply-chat-template",
+        "Correct it, or leave out --apply-chat-template",
     )
 
 

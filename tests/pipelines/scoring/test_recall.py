@@ -459,6 +459,10 @@ def test_a_vocabulary_of_letters_is_refused_with_the_option_of_each_verb(
     importance = ["importance", *on_texts, "--recall-prompts", "4", "--max-tokens", "64", "--limit-sequences", "4"]
     fails(capsys, importance, misfit, "Set --recall-prompts to 0")
     fails(capsys, ["plan", *on_texts, "--method", "measured"], misfit, "Set --recall-prompts to 0")
-    fails(capsys, ["probe", str(folder), *store, "--device", "cpu"], "25 (limit 4", "Lower --repeated-tokens")
-    probe = ["probe", str(folder), *store, "--device", "cpu", "--behaviours", "induction_score"]
+    probe = ["probe", str(folder), *store, "--device", "cpu"]
+    fails(
+        capsys, probe, "of 99 tokens of the needle ' The baker on Linden", "Leave retrieval_score out of --behaviours"
+    )
+    probe += ["--behaviours", "induction_score"]
+    fails(capsys, probe, "25 (limit 4", "Lower --repeated-tokens")
     assert main([*probe, "--repeated-tokens", "4"]) == 0
