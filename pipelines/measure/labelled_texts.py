@@ -41,8 +41,8 @@ PAIR_COLUMNS = (
     ("sentence_a", "sentence_b"),
 )
 LABEL_COLUMNS = ("label", "target", "gold_label")
-#: Columns that are read only as a part of a pair.
-_IN_PAIRS = frozenset(chain.from_iterable(PAIR_COLUMNS)) - {*TEXT_COLUMNS}
+#: Columns of texts; next to a text, ``source`` often names where it is from.
+_TEXTS = frozenset(chain(TEXT_COLUMNS, *PAIR_COLUMNS)) - {"source"}
 
 #: A record of a file: its line or row, from 1, and its values by the name of the column.
 _Record = tuple[int, Mapping[str, object]]
@@ -99,7 +99,7 @@ def _comma_records(spec: ExamplesSpec) -> Iterator[_Record]:
 def _with_header(spec: ExamplesSpec, rows: Iterator[tuple[int, list[str]]]) -> Iterator[_Record]:
     """Yield the records of rows of cells; without a header, a row has a text and its label."""
     names = ["text", "label"]
-    known = {*TEXT_COLUMNS, *_IN_PAIRS}
+    known = {*TEXT_COLUMNS, *_TEXTS}
     for row, (line, cells) in enumerate(rows):
         header = [name.strip().lower() for name in cells]
         if not row and (spec.names_columns or (known & {*header} and all(name.isidentifier() for name in header))):
@@ -185,7 +185,7 @@ def _text_columns(spec: ExamplesSpec, line: int, record: Mapping[str, object]) -
     held = {*record} - {label}
     pairs = [pair for pair in PAIR_COLUMNS if held >= {*pair}]
     read = pairs[0] if pairs else tuple(name for name in TEXT_COLUMNS if name in held)[:1]
-    others = [name for name in record if name in held & _IN_PAIRS and name not in read]
+    others = [name for name in record if name in held & _TEXTS and name not in read]
     if not read and not others:
         raise ExampleError(f"line {line}: {_no_column(spec, 'text', None, TEXT_COLUMNS, record)}")
     if others:

@@ -43,6 +43,7 @@ def written(folder: Path, *lines: str, name: str = "d.tsv") -> ExamplesSpec:
         ("d.jsonl", ['{"text": "a b", "label": "good"}', "", '{"sentence": "c", "label": 0}']),
         ("d.jsonl", ['{"source": "a b", "target": "good", "n": 1}', "", '{"source": "c", "target": "0"}']),
         ("d.csv", ["a b,good", "", "c,0"]),
+        ("d.tsv", ["source\tlabel\ttext", "wiki\tgood\ta b", "", "web\t0\tc"]),
         ("d.csv", ["Text,id,label", "a b,7,good", "", '"c",8,0']),
         ("d.ndjson", ['{"text": "a b", "label": "good"}', "", '{"text": "c", "label": 0}']),
     ],
@@ -119,6 +120,7 @@ def test_columns_can_be_named(tmp_path: Path) -> None:
         ("d.txt", ["a,b"], r"format of .*d.txt: .txt \(limit .tsv, .csv, .jsonl, .ndjson, .json, .parquet\)"),
         ("d.tsv", ["a\tb\tgood"], "line 1 of d.tsv has 3 columns .*add a header if there are more, such as premise"),
         ("d.jsonl", ['{"text": "a", "hypothesis": "b", "label": 1}'], "has texts in text and hypothesis: unclear"),
+        ("d.jsonl", ['{"text": "a", "sentence": "b", "label": 1}'], "has texts in text and sentence: unclear"),
         ("d.jsonl", ['{"question": "a", "label": 1}'], "has texts in question: unclear which form an example"),
         (
             "d.jsonl",
