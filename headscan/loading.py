@@ -47,7 +47,8 @@ def load(
         tokenizer: The tokenizer of a model in memory; None loads that of the source.
         device: ``cpu``, ``cuda``, ``cuda:1``, ...; ``auto`` lets accelerate place the layers on the available GPUs and
             the rest on the CPU; a `Sharding` assigns layers to GPUs, RAM and disk.
-        dtype: ``float32``, ``bfloat16``, ``float16``, ``float64``; ``auto`` keeps the checkpoint's dtype.
+        dtype: ``float32``, ``bfloat16``, ``float16``, ``float64``, or the dtype of torch; ``auto`` keeps the
+            checkpoint's dtype.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run Python code of the model's repository.
         safetensors: Refuse pickled weights.
