@@ -6,6 +6,7 @@ meanwhile.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -13,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import duckdb
 
-from headscan.analysis.errors import AnalysisError, StoreMissingError
+from headscan.analysis.errors import AnalysisError, StoreError, StoreMissingError
 from headscan.analysis.store.parquet_store import ParquetStore, store_at
 from headscan.analysis.store.records import RunKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.verdict_limits import MAX_LOSS
 from headscan.analysis.text_tables import html_table
+from headscan.errors import check_type
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -176,6 +178,7 @@ def open_store(path: str | Path) -> StoreTables:
     Raises:
         StoreMissingError: There is no store at ``path``.
     """
+    check_type("path", path, str | os.PathLike, "the path of a store", StoreError)
     store = store_at(path)
     if not isinstance(store, ParquetStore) and not store.path.exists():
         raise StoreMissingError(f"there is no store at {path}. Run `headscan scan` first, or name another path")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headscan.cluster.placement_base import Node, PlacementError
+from headscan.errors import first_line
 
 #: Spin count of an idle thread before it sleeps, a few microseconds. OpenMP's default of 300,000 takes the cores from
 #: other processes: next to two of them a scan took 1.4 to 2 times as long. On an idle machine both are equally fast.
@@ -208,7 +209,8 @@ def ray_nodes(ray: Any) -> tuple[Node, ...]:
         free = ray.get(answers, timeout=_NODES_TIMEOUT)
     except ray.exceptions.RayError as problem:
         raise PlacementError(
-            f"cannot read the free memory of a node of the Ray cluster: {problem}. Check the nodes with `ray status`"
+            f"cannot read the free memory of a node of the Ray cluster: {first_line(problem)}. Check the "
+            "nodes with `ray status`"
         ) from problem
     nodes = []
     for node, (gpus, memory) in zip(living, free, strict=True):

@@ -12,13 +12,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from headscan.cluster.orphan_watch import OrphanWatch
 from headscan.cluster.placement_base import PlacementError
-from headscan.errors import first_line
+from headscan.errors import TERMINAL_COLOURS, first_line
 
 #: Timeouts of a connection to a port, and of an answer of a cluster since the connection began, in seconds.
 _CONNECT_TIMEOUT, _ANSWER_TIMEOUT = 10.0, 25.0
@@ -77,6 +77,7 @@ class RaySession:
         self._cpus = cpus
         self._closed = False
         self._watch: OrphanWatch | None = None
+        self._logs: Path | None = None
         # Chosen once: on a restart, actors of the lost Ray may still fill the memory of these GPUs.
         self._gpus = choose_gpus() if self.local else None
         if self.local:
@@ -94,13 +95,25 @@ class RaySession:
     def _start(self) -> None:
         # By default Ray gives its workers the lowest priority, but they do the command's own work.
         os.environ.setdefault("RAY_worker_niceness", "0")
-        with _visible_gpus(self._gpus):
-            start_local(self.ray, self._cpus)
+        self._watch = OrphanWatch()
         try:
-            self._watch = OrphanWatch()
+            with _visible_gpus(self._gpus), self._watch.marking():
+                self._logs = start_local(self.ray, self._cpus)
         except BaseException:
-            self.ray.shutdown()
+            self._stop()
             raise
+
+    def last_lines(self, failure: BaseException) -> str:
+        """Return the last lines that the worker of a failed actor wrote, or else those of Ray's message, as one line.
+        Workers of a cluster write on their own nodes.
+        """
+        pid = re.search(r"\bpid[:=]\s*(\d+)", str(failure))
+        logs = [] if pid is None or self._logs is None else sorted(self._logs.glob(f"worker-*-{pid[1]}.err"))
+        with suppress(OSError):
+            for log in logs:
+                if lines := _last(log.read_text(encoding="utf-8", errors="replace")):
+                    return lines
+        return _last(str(failure).partition("\n")[2])
 
     def _stop(self) -> None:
         self.ray.shutdown()
@@ -124,6 +137,17 @@ class RaySession:
         if self.local and not self._closed:
             self._closed = True
             self._stop()
+
+
+#: Last lines of a worker that a message shows, and their characters.
+_LAST_LINES, _LAST_CHARACTERS = 3, 300
+
+
+def _last(text: str) -> str:
+    """Return the last lines of a text as one line, with the end of what is too long."""
+    lines = [" ".join(line.split()) for line in TERMINAL_COLOURS.sub("", text).splitlines()]
+    shown = " / ".join([line for line in lines if line][-_LAST_LINES:])
+    return shown if len(shown) <= _LAST_CHARACTERS else f"...{shown[-_LAST_CHARACTERS:]}"
 
 
 @contextmanager
@@ -249,12 +273,13 @@ def _token_needed(address: str) -> str:
     )
 
 
-def start_local(ray: Any, cpus: int) -> None:
-    """Start a local Ray on the loopback interface, without a dashboard."""
+def start_local(ray: Any, cpus: int) -> Path:
+    """Start a local Ray on the loopback interface, without a dashboard; return the folder of its logs."""
+    options = {"address": "local", "num_cpus": cpus, "include_dashboard": False}
     for attempt in range(1, _START_ATTEMPTS + 1):
         try:
-            _init(ray, "a local Ray does not start", address="local", num_cpus=cpus, include_dashboard=False)
-            return
+            started = _init(ray, "a local Ray does not start", **options)
+            return Path(started.address_info["session_dir"]) / "logs"
         except PlacementError as problem:
             ray.shutdown()
             remedy = _start_remedy(problem)
@@ -262,6 +287,7 @@ def start_local(ray: Any, cpus: int) -> None:
                 continue
             remedy = remedy or "Run the same command again when the machine is less busy, or use one replica (no Ray)"
             raise PlacementError(f"{problem}. {remedy}") from problem
+    raise AssertionError("every attempt returns or raises")
 
 
 def _start_remedy(problem: PlacementError) -> str | None:
@@ -275,8 +301,8 @@ def _start_remedy(problem: PlacementError) -> str | None:
     return None
 
 
-def _init(ray: Any, failure: str, **options: Any) -> None:
+def _init(ray: Any, failure: str, **options: Any) -> Any:
     try:
-        ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=True, **options)
+        return ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=True, **options)
     except Exception as problem:  # Ray raises bare Exception, RuntimeError, OSError and others for a failed start
         raise PlacementError(f"{failure}: {first_line(problem)}") from problem

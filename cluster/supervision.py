@@ -270,6 +270,8 @@ class SupervisedPool(Pool):
         else:
             del self._replicas[place]
             problem = f"a replica failed to start {MAX_ATTEMPTS} times: {first_line(failure)}"
+            if words := self._session.last_lines(failure):
+                problem += f" Its last lines: {words}"
             if not self._replicas:
                 raise PlacementError(problem)
             self._reported = len(self._replicas)

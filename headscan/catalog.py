@@ -487,7 +487,7 @@ def check_statistics(names: Iterable[str] | None) -> frozenset[str]:
     _refuse_text("statistics", names)
     wanted = frozenset(panel_names("fast") if names is None else names)
     known = [*STATISTICS, *PROFILES]
-    for name in sorted(wanted.difference(known)):
+    for name in sorted(wanted.difference(known), key=str):
         raise unknown_name("statistic", name, known)
     return wanted
 
@@ -496,12 +496,14 @@ def check_behaviours(names: Iterable[str]) -> tuple[str, ...]:
     """Return the names in the catalogue's order."""
     _refuse_text("behaviours", names)
     wanted = set(names)
-    for name in sorted(wanted.difference(BEHAVIOURS)):
+    for name in sorted(wanted.difference(BEHAVIOURS), key=str):
         raise unknown_name("behaviour", name, BEHAVIOURS)
     return tuple(name for name in BEHAVIOURS if name in wanted)
 
 
 def _refuse_text(parameter: str, names: Iterable[str] | None) -> None:
-    """Raise UnknownNameError if names are one text, whose letters would be read as names."""
+    """Raise UnknownNameError if names are no list of texts, or one text, whose letters would be read as names."""
+    if names is not None and not isinstance(names, Iterable):
+        raise UnknownNameError(f"`{parameter}={names!r}` is no list of names. Pass a list of names")
     if isinstance(names, str):
         raise UnknownNameError(f"`{parameter}={names!r}` is one text. Pass a list of names, such as [{names!r}]")

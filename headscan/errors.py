@@ -1,8 +1,10 @@
 """Errors of users. Each message names the value, the limit and a fix, on one line."""
 
+import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 _V = TypeVar("_V")
 
@@ -66,11 +68,18 @@ class MemoryLimitError(HeadscanError):
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UnknownNameError:
     """Return the error for a name that is not in ``known``, with the nearest names, or else the first."""
-    known = list(dict.fromkeys(known))
-    if near := get_close_matches(name, known, n=3):
-        return UnknownNameError(f"unknown {kind} {name!r}; did you mean {', '.join(near)}?")
+    known, shown = list(dict.fromkeys(known)), repr(name) if isinstance(name, str) else reprlib.repr(name)
+    if near := get_close_matches(str(name), known, n=3):
+        return UnknownNameError(f"unknown {kind} {shown}; did you mean {', '.join(near)}?")
     more = f", ... ({len(known)} names)" if len(known) > _SHOWN_NAMES else ""
-    return UnknownNameError(f"unknown {kind} {name!r}. Choose one of {', '.join(known[:_SHOWN_NAMES])}{more}")
+    return UnknownNameError(f"unknown {kind} {shown}. Choose one of {', '.join(known[:_SHOWN_NAMES])}{more}")
+
+
+def check_type(name: str, value: object, kinds: Any, to_pass: str, error: type[HeadscanError]) -> None:
+    """Raise ``error`` if an argument is of none of these types."""
+    if not isinstance(value, kinds):
+        given = f" {value[:40]!r}" if isinstance(value, str | bytes) else ""
+        raise error(f"`{name}` is of type {type(value).__name__}{given}. Pass {to_pass}")
 
 
 class NamedValues(dict[str, _V]):
@@ -86,6 +95,25 @@ class NamedValues(dict[str, _V]):
         raise unknown_name(self.kind, str(name), [*self, *self.elsewhere])
 
 
+#: Codes by which libraries colour their messages in a terminal.
+TERMINAL_COLOURS = re.compile(r"\x1b\[[\d;]*m")
+#: Most characters that a message quotes from another error.
+_QUOTED = 300
+
+
 def first_line(problem: BaseException) -> str:
-    """Return the first line of an error's message, or its type if it has none."""
-    return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+    """Return the first line of an error's message, or its type if it has none. That of another library's error is cut
+    to 300 characters.
+    """
+    line = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+    return line if isinstance(problem, HeadscanError) else _cut(line)
+
+
+def one_line(problem: BaseException) -> str:
+    """Return an error's message on one line, cut to 300 characters, or its type if it has none."""
+    return _cut(" ".join(str(problem).split()) or type(problem).__name__)
+
+
+def _cut(line: str) -> str:
+    line = TERMINAL_COLOURS.sub("", line)
+    return line if len(line) <= _QUOTED else line[: _QUOTED - 3] + "..."

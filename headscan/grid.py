@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from headscan.errors import HeadIndexError, PruningError
 
@@ -28,11 +28,54 @@ class Head(NamedTuple):
         """
         try:
             layer, head = pair
+            if isinstance(layer, bool) or isinstance(head, bool):
+                raise TypeError
             if int(layer) == layer and int(head) == head:
                 return cls(int(layer), int(head))
         except (TypeError, ValueError):
             pass
         raise HeadIndexError(f"not a head: {pair!r}. Pass (layer, head) pairs of integers, such as (3, 5)")
+
+
+class _Mask(Protocol):
+    """What has heads, such as `HeadMask`."""
+
+    @property
+    def heads(self) -> tuple[Head, ...]: ...
+
+
+#: Query heads: pairs of layer and head, the heads of each layer by its number, a mask, or a table of bools (L, H).
+Heads = Iterable[tuple[int, int]] | Mapping[int, Iterable[int]] | _Mask
+
+
+def heads_of_any(heads: Heads) -> tuple[Head, ...]:
+    """Return heads in any form, sorted and without duplicates.
+
+    Raises:
+        HeadIndexError: Anything else.
+    """
+    pairs: Any = getattr(heads, "heads", heads)  # of a mask
+    if isinstance(pairs, Mapping):
+        listed = ((layer, of_layer) for layer, of_layer in pairs.items())
+        pairs = [(layer, head) for layer, of_layer in listed for head in _iterated(of_layer, heads)]
+    elif getattr(pairs, "ndim", None) == 2 and str(pairs.dtype) in ("bool", "torch.bool"):
+        pairs = [pair for pair, ablated in _numbered(pairs.tolist()) if ablated]
+    return tuple(sorted({Head.of(pair) for pair in _iterated(pairs, heads)}))
+
+
+def _numbered(table: Sequence[Sequence[bool]]) -> Iterator[tuple[tuple[int, int], bool]]:
+    return (((layer, head), value) for layer, row in enumerate(table) for head, value in enumerate(row))
+
+
+def _iterated(values: Any, heads: object) -> Iterable[Any]:
+    """Return values that can be iterated and are no text; raise HeadIndexError for others."""
+    if isinstance(values, Iterable) and not isinstance(values, str | bytes):
+        return values
+    given = f" {values!r}" if isinstance(values, str | bytes | int | float) else ""
+    raise HeadIndexError(
+        f"no heads: an object of type {type(heads).__name__}{given}. Pass (layer, head) pairs, such as [(3, 5)], or"
+        " {layer: heads}"
+    )
 
 
 def check_pairs(heads: Iterable[tuple[int, int]]) -> None:
@@ -191,14 +234,14 @@ class HeadGrid:
                 return site
         raise HeadIndexError(f"layer {layer} has no attention heads. Choose a layer with heads: {self._layers()}")
 
-    def check(self, heads: Iterable[tuple[int, int]]) -> tuple[Head, ...]:
+    def check(self, heads: Heads) -> tuple[Head, ...]:
         """Return ``heads`` sorted and without duplicates; raise if the model lacks one."""
-        checked = {Head.of(pair) for pair in heads}
+        checked = heads_of_any(heads)
         for layer, head in checked:
             count = self.site_of(layer).num_attention_heads
             if not 0 <= head < count:
                 raise HeadIndexError(f"no head {head} in layer {layer} (limit {count - 1}). Choose another")
-        return tuple(sorted(checked))
+        return checked
 
     def rows(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return numbers by name as one row per sequence and query head, which ``pandas.DataFrame`` takes.
@@ -210,6 +253,8 @@ class HeadGrid:
         Raises:
             HeadIndexError: Values have the shape of another model, or of different batches.
         """
+        if not isinstance(values, Mapping) or not all(hasattr(value, "shape") for value in values.values()):
+            raise HeadIndexError("`values` are no tensors by name. Pass the result of `headscan.collect` or `probe`")
         shapes = [tuple(value.shape) for value in values.values()]
         whole = all(len(shape) == 2 for shape in shapes)
         batches = {(1, *shape) if whole else shape[:3] for shape in shapes}

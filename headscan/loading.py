@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from headscan.attention.discovery import discover
 from headscan.checkpoints.sources import commit_of, source_options, why_not
-from headscan.errors import InterventionError, ModelLoadError
+from headscan.errors import InterventionError, ModelLoadError, check_type
 from headscan.model_spec import DTYPES, ModelSpec
 from headscan.models.loaded_model import Device, LoadedModel, Sharding
 from headscan.models.model_facts import auto_class, restart_dynamic_frequencies
@@ -33,7 +33,7 @@ def load(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     device: str | Sharding = "auto",
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
     safetensors: bool = True,
@@ -47,7 +47,8 @@ def load(
         tokenizer: The tokenizer of a model in memory; None loads that of the source.
         device: ``cpu``, ``cuda``, ``cuda:1``, ...; ``auto`` lets accelerate place the layers on the available GPUs and
             the rest on the CPU; a `Sharding` assigns layers to GPUs, RAM and disk.
-        dtype: ``float32``, ``bfloat16``, ``float16``, ``float64``; ``auto`` keeps the checkpoint's dtype.
+        dtype: ``float32``, ``bfloat16``, ``float16``, ``float64``, or the dtype of torch; ``auto`` keeps the
+            checkpoint's dtype.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run Python code of the model's repository.
         safetensors: Refuse pickled weights.
@@ -56,6 +57,9 @@ def load(
         ModelLoadError: The model is missing, incomplete or not a text model.
         UnsupportedModelError: Its heads cannot be measured correctly.
     """
+    check_type("tokenizer", tokenizer, PreTrainedTokenizerBase | None, "a tokenizer of transformers", ModelLoadError)
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
     if isinstance(source, nn.Module):
         if (device, dtype, revision, trust_remote_code, safetensors) != ("auto", "auto", None, False, True):
             raise ModelLoadError(
@@ -63,6 +67,7 @@ def load(
                 "memory: leave them out, and move or cast the model"
             )
         return _in_memory(source, tokenizer)
+    check_type("source", source, str | os.PathLike, "a folder, a name on the hub or a model", ModelLoadError)
     return load_spec(ModelSpec(os.fspath(source), dtype, revision, trust_remote_code, safetensors), device, tokenizer)
 
 
@@ -176,7 +181,7 @@ def check_device(device: str | Sharding) -> None:
     elif device != "auto":
         try:
             kind = torch.device(device)
-        except RuntimeError as problem:
+        except (RuntimeError, TypeError) as problem:
             raise ModelLoadError(f"unknown device {device!r}. Choose auto, cpu, cuda or cuda:N") from problem
         if kind.type not in ("cpu", "cuda"):
             raise ModelLoadError(f"unknown device {device!r}. Choose auto, cpu, cuda or cuda:N")

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import partial
+from inspect import signature
 from typing import Any, TypeVar, get_args
 
 from lm_eval.api.instance import Instance
@@ -34,6 +36,7 @@ from headscan.pipelines.runs.run_context import ModelContext, ModelOpener
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms, mask_arm
 from headscan.pipelines.scoring.reading import choose_reading
 from headscan.pipelines.scoring.token_requests import answer_item
+from headscan.pipelines.settings.corpus_settings import BosPolicy
 from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, HarnessError, PlanMode
 
 R = TypeVar("R")
@@ -53,12 +56,12 @@ class HeadscanModel(HeadscanLM):
         batch_tokens: Tokens of one forward pass. lm-eval's batch size has no effect.
 
     Raises:
-        HarnessError: Arguments that do not go together.
+        HarnessError: Arguments that are unknown, have a wrong type, or do not go together.
     """
 
     def __init__(
         self,
-        pretrained: str,
+        pretrained: str = "",
         *,
         heads: str | Sequence[tuple[int, int]] = (),
         mask: str | None = None,
@@ -74,29 +77,42 @@ class HeadscanModel(HeadscanLM):
         batch_tokens: int = BATCH_TOKENS,
         batch_size: Any = None,
         max_batch_size: Any = None,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            raise _no_argument(*next(iter(unknown.items())))
+        if not pretrained:
+            raise HarnessError("`pretrained` is missing (limit 1 model). Add pretrained=MODEL to the arguments")
         given = {"heads": heads, "mask": mask, "rule": rule, "plan": plan}
         if len(chosen := [name for name, value in given.items() if value]) > 1:
             raise HarnessError(f"{' and '.join(chosen)} exclude each other (limit 1). Set one of them")
         if (rule is None) != (threshold is None):
             raise HarnessError("rule and threshold go together. Set both, or none")
+        if isinstance(threshold, bool) or not isinstance(threshold, int | float | None):
+            raise HarnessError(f"`threshold={threshold!r}` is not a number. Change it")
+        if isinstance(batch_tokens, bool) or not isinstance(batch_tokens, int) or batch_tokens < 1:
+            raise HarnessError(f"`batch_tokens={batch_tokens!r}` is not a whole number (limit 1). Change it")
+        if bos not in get_args(BosPolicy):
+            raise HarnessError(f"`bos={bos!r}`. Choose {' or '.join(get_args(BosPolicy))}")
         if plan_mode not in get_args(PlanMode):
             raise HarnessError(f"`plan_mode={plan_mode!r}`. Choose {' or '.join(get_args(PlanMode))}")
-        spec = ModelSpec(pretrained, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+        # lm-eval reads words such as 7 as numbers.
+        revision = None if revision is None else str(revision)
+        spec = ModelSpec(str(pretrained), dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
         where = "auto" if device in (None, "cuda", "cuda:0") else device
-        request = PlacementRequest(device=where)
+        request = PlacementRequest(device=str(where))
         self._context = ModelContext(spec, ModelOpener(spec, TASK_TOKENS, request, batch_tokens, evaluates=True))
         super().__init__(self._context.identity, bos=bos)
         check_next_token_head(self._context)
         self._arm = BASELINE
         if heads:
-            self._arm = mask_arm(_heads(heads) if isinstance(heads, str) else heads)
+            self._arm = mask_arm(_heads(heads))
         elif mask:
-            self._arm = mask_arm(imported_heads(mask))
+            self._arm = mask_arm(imported_heads(str(mask)))
         elif rule and threshold is not None:
-            self._arm = Arm(f"rule {rule} {threshold:g}", ArmKind.RULE, HeadRule(rule, float(threshold)))
+            self._arm = Arm(f"rule {rule} {threshold:g}", ArmKind.RULE, HeadRule(str(rule), float(threshold)))
         elif plan:
-            loaded = load_plan(plan)
+            loaded = load_plan(str(plan))
             check_plan(loaded, self._context)
             [self._arm] = plan_arms(loaded, (plan_mode,), 0)
         check_arms(self._context.facts.grid, [self._arm])
@@ -139,11 +155,37 @@ class HeadscanModel(HeadscanLM):
         return ask()
 
 
-def _heads(text: str) -> list[tuple[int, int]]:
-    """Return the heads of a text such as ``3:5+7:0``."""
+#: Arguments of lm-eval's own models that change how weights are loaded, and what has the same effect here.
+_LOADED_OTHERWISE = dict.fromkeys(
+    ("load_in_4bit", "load_in_8bit", "quantization_config", "autogptq", "gptqmodel", "gguf_file"),
+    "Save the quantised model with its configuration, and name its folder",
+) | {
+    "peft": "Merge the adapter with `merge_and_unload`, save the model, and name its folder",
+    "delta": "Add the difference to the model, save it, and name its folder",
+    "attn_implementation": "Leave it out: headscan chooses the attention",
+    "max_length": "Leave it out: the model's own context is the limit",
+    "parallelize": "Leave it out: the placement is automatic",
+    "device_map": "Leave it out: the placement is automatic",
+    "add_bos_token": "Set bos=always or bos=never",
+}
+
+
+def _no_argument(name: str, value: object) -> HarnessError:
+    """Return the error for an argument of lm-eval that this model lacks."""
+    known = [each for each in signature(HeadscanModel).parameters if each not in ("unknown", "max_batch_size")]
+    fix = _LOADED_OTHERWISE.get(name)
+    if fix is None:
+        near = get_close_matches(name, known, n=1)
+        fix = f"Did you mean {near[0]}?" if near else "Leave it out"
+    return HarnessError(f"the model headscan has no argument {name}={value!r} (limit {', '.join(known)}). {fix}")
+
+
+def _heads(text: str | int | Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the heads of a text such as ``3:5+7:0``, or of pairs."""
+    pairs = text if isinstance(text, list | tuple) else [each.split(":") for each in str(text).split("+")]
     try:
-        return [(int(layer), int(head)) for layer, head in (each.split(":") for each in text.split("+"))]
-    except ValueError:
+        return [(int(layer), int(head)) for layer, head in pairs]
+    except (TypeError, ValueError):
         raise HarnessError(
             f"`heads={text!r}` names no heads. Write LAYER:HEAD+LAYER:HEAD, for example 3:5+7:0"
         ) from None

@@ -45,6 +45,7 @@ from headscan.analysis.plans.plan_records import (
 from headscan.analysis.plans.scan_scores import distant_mass_scores, retrieval_scores
 from headscan.analysis.store.store import Store
 from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK
+from headscan.errors import check_type
 
 #: Models attend to their first tokens, of any text, so a window that has room for them never evicts them.
 _FIRST_TOKENS = 4
@@ -293,6 +294,7 @@ def make_plan(
         PlanError: A value out of range, no or two budgets, a budget out of reach, or evidence that the method lacks.
         StoreError: No such run.
     """
+    check_type("store", store, Store, "a Store, such as `Store(path)`", PlanError)
     if budget is not None and window_share is not None:
         raise PlanError("two budgets are given. Give `budget` or `window_share`")
     if pattern is not None and method != "imported":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from stat import S_ISREG
@@ -31,6 +32,7 @@ from headscan.analysis.plans.plan_records import (
     shown,
 )
 from headscan.analysis.store.output_files import write_text
+from headscan.errors import check_type, first_line
 
 FORMAT = "headscan-head-plan"
 
@@ -293,14 +295,15 @@ def load_plan(path: str | Path) -> HeadPlan:
     Raises:
         PlanError: Missing, not a regular file, not a head plan, of another version, or damaged.
     """
+    check_type("path", path, str | os.PathLike, "the file of a plan", PlanError)
     try:
-        data = json.loads(_text_of_file(Path(path)))
+        data = json.loads(_content_of(Path(path)))
     except OSError as error:
         raise PlanError(f"cannot read {path} ({error.strerror}). Name a plan that `headscan plan` wrote") from error
     except RecursionError as error:
         raise PlanError(f"{path} nests its values too deeply. Name a plan that `headscan plan` wrote") from error
     except ValueError as error:
-        raise PlanError(f"{path} is not JSON ({error}). Name a plan that `headscan plan` wrote") from error
+        raise PlanError(f"{path} is not JSON ({first_line(error)}). Name a plan that `headscan plan` wrote") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise PlanError(f"{path} is not a head plan (no format {FORMAT!r}). Name a plan that `headscan plan` wrote")
     if data.get("version") != VERSION:
@@ -316,8 +319,8 @@ def load_plan(path: str | Path) -> HeadPlan:
         raise PlanError(f"{path}: {error}") from error
 
 
-def _text_of_file(path: Path) -> str:
-    """Return the text of a regular file."""
+def _content_of(path: Path) -> bytes:
+    """Return the content of a regular file."""
     facts = path.stat()
     if not S_ISREG(facts.st_mode) and not path.is_dir():  # reading a folder gives the system's own words
         raise PlanError(f"{path} is not a regular file. Name a plan that `headscan plan` wrote")
@@ -325,7 +328,7 @@ def _text_of_file(path: Path) -> str:
         raise PlanError(
             f"{path} has {facts.st_size} bytes (limit {_MOST_BYTES}). Name a plan that `headscan plan` wrote"
         )
-    return path.read_text(encoding="utf-8")
+    return path.read_bytes()
 
 
 def plan_schema() -> dict[str, Any]:

@@ -17,6 +17,7 @@ import numpy as np
 from headscan.analysis.plans.head_plan import HeadPlan
 from headscan.analysis.plans.plan_records import PatternFormat, PlanError, PlannedModel
 from headscan.analysis.store.output_files import write_text
+from headscan.errors import first_line
 
 #: Values below it stand for window heads if a pattern states no sparsity; DuoAttention and PruLong use the same.
 THRESHOLD = 0.5
@@ -206,10 +207,13 @@ def read_pattern(path: str | Path, *, inverted: bool | None = None) -> HeadPatte
     if not raw.strip():
         raise PlanError(f"{source} is empty. Name a complete {format} file")
     try:
-        values = np.loadtxt(io.BytesIO(raw), dtype=np.float64, delimiter="\t", ndmin=2)
+        values = np.loadtxt(
+            io.StringIO(raw.decode(json.detect_encoding(raw))), dtype=np.float64, delimiter="\t", ndmin=2
+        )
     except ValueError as error:
         raise PlanError(
-            f"{source} is not a complete table of numbers ({error}). Name a {format} file with a number for every head"
+            f"{source} is not a complete table of numbers ({first_line(error)}). Name a {format} file with a number "
+            "for every head"
         ) from error
     if not np.isfinite(values).all():
         layer, head = np.argwhere(~np.isfinite(values))[0].tolist()
@@ -255,7 +259,7 @@ def _settings(source: Path, *, required: bool) -> dict[str, Any]:
     if not required and not path.exists():
         return {"sink_size": None, "recent_size": None, "sparsity": None}
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_bytes())
         settings: dict[str, Any] = {}
         for name in ("sink_size", "recent_size"):
             value = config[name] if required else config.get(name)
@@ -264,7 +268,8 @@ def _settings(source: Path, *, required: bool) -> dict[str, Any]:
         settings["sparsity"] = None if sparsity is None else float(sparsity)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PlanError(
-            f"{path} does not state sink_size and recent_size ({error}). Complete it, or name another pattern"
+            f"{path} does not state sink_size and recent_size ({first_line(error)}). Complete it, or name "
+            "another pattern"
         ) from error
     if settings["sparsity"] is not None and not 0 <= settings["sparsity"] <= 1:
         raise PlanError(f"sparsity of {path} out of range: {settings['sparsity']:g} (limit 0 to 1). Correct it")
@@ -276,7 +281,7 @@ def _headkv_scores(source: Path, raw: bytes) -> np.ndarray:
     try:
         data = json.loads(raw)
     except ValueError as error:
-        raise PlanError(f"{source} is not JSON ({error}). Name a HeadKV file") from error
+        raise PlanError(f"{source} is not JSON ({first_line(error)}). Name a HeadKV file") from error
     means: dict[tuple[int, int], float] = {}
     for key, value in data.items() if isinstance(data, dict) else ():
         match = _KEY.fullmatch(key)

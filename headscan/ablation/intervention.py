@@ -24,9 +24,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from headscan.catalog import MassWidths, ReplacementKind
-from headscan.errors import InterventionError
+from headscan.errors import InterventionError, check_type
 from headscan.grid import AttentionSite, Head, HeadGrid
-from headscan.models.loaded_model import LoadedModel
+from headscan.models.loaded_model import LoadedModel, check_loaded
+from headscan.models.token_batches import integers
 
 
 class InterventionRecord:
@@ -43,8 +44,10 @@ class InterventionRecord:
     def __init__(
         self, lm: LoadedModel, lengths: Tensor | Sequence[int] | None, input_keys: Tensor | Sequence[int] | None = None
     ) -> None:
-        self.lengths = None if lengths is None else torch.as_tensor(lengths)
-        self.input_keys = input_keys
+        self.lengths = None if lengths is None else integers("lengths", lengths)
+        self.input_keys: Tensor | Sequence[int] | None = (
+            None if input_keys is None else integers("input_keys", input_keys)
+        )
         self._shape = lm.grid.shape
         self._ablated: dict[int, Tensor] = {}
         self._sequences = 0
@@ -351,6 +354,9 @@ def intervene(
         SequenceError: In a pass with a rule: sequences of the batch need different rotary frequencies.
         UnsupportedModelError: The model is compiled or in train mode.
     """
+    check_loaded(lm)
+    kinds = "a HeadMask, SiteMask, HeadRule, RandomHeads or KvWindows"
+    check_type("intervention", intervention, Intervention, kinds, InterventionError)
     record = InterventionRecord(lm, lengths, input_keys)
     with intervention.hooks(lm, record):
         yield record

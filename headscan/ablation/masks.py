@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from typing import Annotated
 
 import numpy as np
@@ -25,8 +26,8 @@ from headscan.ablation.intervention import (
 )
 from headscan.attention.hooks import output_hook
 from headscan.catalog import head_count
-from headscan.errors import InterventionError
-from headscan.grid import AttentionSite, Head
+from headscan.errors import InterventionError, check_type
+from headscan.grid import AttentionSite, Head, Heads, heads_of_any
 from headscan.models.loaded_model import LoadedModel
 from headscan.options import Limits, Seed, check_limits
 
@@ -36,20 +37,22 @@ class HeadMask(LayerwiseAblation):
     """A fixed set of ablated query heads.
 
     Attributes:
-        heads: ``(layer, head)`` pairs.
+        heads: ``(layer, head)`` pairs, or the heads of each layer by its number, or a table of bools (L, H).
         replacement: What takes the place of their outputs: zero, `HeadMeans` or `HeadSamples`.
 
     Raises:
         HeadIndexError: A pair is not two integers.
+        InterventionError: The replacement is of another type.
     """
 
     heads: tuple[Head, ...]
     replacement: Replacement
     label = "mask"
 
-    def __init__(self, heads: Iterable[tuple[int, int]], replacement: Replacement = ZERO) -> None:
+    def __init__(self, heads: Heads, replacement: Replacement = ZERO) -> None:
+        check_type("replacement", replacement, Replacement, "a HeadMeans or HeadSamples", InterventionError)
         object.__setattr__(self, "replacement", replacement)
-        object.__setattr__(self, "heads", tuple(sorted({Head.of(pair) for pair in heads})))
+        object.__setattr__(self, "heads", heads_of_any(heads))
 
     @classmethod
     def of_lowest(cls, values_LH: Tensor, share: float, replacement: Replacement = ZERO) -> HeadMask:
@@ -64,12 +67,16 @@ class HeadMask(LayerwiseAblation):
         Raises:
             InterventionError: ``values_LH`` does not have two axes, or no number, or ``share`` is out of range.
         """
-        values = torch.as_tensor(values_LH).detach().cpu().double()
+        try:
+            values = torch.as_tensor(values_LH).detach().cpu().double()
+        except (TypeError, ValueError, RuntimeError):
+            values = torch.empty(0)
         if values.ndim != 2 or values.isnan().all():
             raise InterventionError(
                 f"`values_LH` of shape {tuple(values.shape)} is no table of numbers. Pass one number for each layer and"
                 " head, such as `score(...).mean(0)`"
             )
+        check_type("share", share, Real, "a number above 0, at most 1", InterventionError)
         if not 0 < share <= 1:
             raise InterventionError(f"`share={share:g}` (limit above 0, at most 1). Change `share`")
         count = head_count(share, int((~values.isnan()).sum()))
@@ -127,13 +134,19 @@ class SiteMask(Ablation):
 
     Raises:
         HeadIndexError: A pair is not two integers.
+        InterventionError: ``sites`` name no heads by site.
     """
 
     sites: tuple[tuple[str, tuple[Head, ...]], ...]
     label = "mask of several sites"
 
-    def __init__(self, sites: Mapping[str, Iterable[tuple[int, int]]]) -> None:
-        masks = ((site, HeadMask(heads).heads) for site, heads in sites.items())
+    def __init__(self, sites: Mapping[str, Heads] | Iterable[tuple[str, Heads]]) -> None:
+        try:
+            named = dict(sites)
+        except (TypeError, ValueError):
+            named = {}
+            check_type("sites", sites, Mapping, "heads by site, such as {'encoder': [(3, 5)]}", InterventionError)
+        masks = ((site, heads_of_any(heads)) for site, heads in named.items())
         object.__setattr__(self, "sites", tuple((site, heads) for site, heads in masks if heads))
 
     @property

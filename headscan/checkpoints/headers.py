@@ -25,7 +25,7 @@ from urllib.request import Request, urlopen
 from huggingface_hub import constants, get_safetensors_metadata, is_offline_mode, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 
-from headscan.errors import ModelLoadError
+from headscan.errors import ModelLoadError, first_line
 
 _log = logging.getLogger("headscan")
 
@@ -161,7 +161,9 @@ def read_header(path: Path) -> FileHeader:
             tensors = {name: _saved(entry) for name, entry in entries.items() if name != "__metadata__"}
             return FileHeader(8 + length, tensors)
     except (struct.error, ValueError, KeyError, TypeError) as problem:
-        raise ModelLoadError(f"{path} is not a safetensors file: {problem}. Copy or download it again") from problem
+        raise ModelLoadError(
+            f"{path} is not a safetensors file: {first_line(problem)}. Copy or download it again"
+        ) from problem
 
 
 def _saved(entry: dict[str, Any]) -> SavedTensor:

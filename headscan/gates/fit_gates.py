@@ -37,7 +37,7 @@ from headscan.attention.hooks import output_hook, refuse_compiled, refuse_traini
 from headscan.catalog import head_count
 from headscan.checkpoints.headers import weights_hash
 from headscan.checkpoints.sources import config_hash
-from headscan.errors import GateError, NotFiniteError, SequenceError, UnsupportedModelError
+from headscan.errors import GateError, NotFiniteError, SequenceError, UnsupportedModelError, first_line
 from headscan.gates.gate_settings import GateFitConfig, Objective
 from headscan.gradients.backward import backward
 from headscan.gradients.head_importance import default_loss, must_recompute
@@ -273,7 +273,9 @@ class FitState:
             save_file(tensors, fresh, {"format": _FORMAT, "mark": mark, "numbers": json.dumps(numbers)})
             fresh.replace(path)
         except (OSError, SafetensorError) as problem:
-            raise GateError(f"cannot write the state {path} ({problem}). Choose another path, or free space") from None
+            raise GateError(
+                f"cannot write the state {path} ({first_line(problem)}). Choose another path, or free space"
+            ) from None
         finally:
             with suppress(OSError):
                 fresh.unlink(missing_ok=True)
@@ -288,7 +290,9 @@ class FitState:
                 facts = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as problem:
-            raise GateError(f"cannot read the state {path} ({problem}). Remove it, or name another file") from None
+            raise GateError(
+                f"cannot read the state {path} ({first_line(problem)}). Remove it, or name another file"
+            ) from None
         if facts.get("format") != _FORMAT:
             raise GateError(f"{path} is no state of gates. Name another file")
         if facts.get("mark") != mark:

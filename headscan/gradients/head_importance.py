@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headscan.errors import NamedValues, NotFiniteError, UnsupportedModelError
+from headscan.errors import NamedValues, NotFiniteError, SequenceError, UnsupportedModelError, check_type
 from headscan.gradients.backward import backward
 from headscan.gradients.losses import Loss, MaskedTokenLoss, NextTokenLoss, TargetTextLoss
 from headscan.grid import AttentionSite
 from headscan.measure.collect import TokenIds, check_ids, collect
-from headscan.models.loaded_model import LoadedModel
+from headscan.models.loaded_model import LoadedModel, check_loaded
 
 #: Largest estimate of a graph that is kept whole, which takes less time than running the blocks again.
 _GRAPH_BYTES = 1 << 29
@@ -67,6 +67,8 @@ def importance(
         UnsupportedModelError: The model is compiled, in train mode, or has no default loss.
         NotFiniteError: A derivative is NaN or infinite.
     """
+    check_loaded(lm)
+    check_type("loss", loss, Loss | None, "a loss of headscan.gradients.losses", SequenceError)
     if loss is None:
         loss = default_loss(lm, input_ids, lengths, summed=summed)
     gradients = head_gradients(lm, loss)[lm.grid.kind]

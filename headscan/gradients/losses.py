@@ -276,12 +276,23 @@ class TargetTextLoss(Loss):
 
 @dataclass(frozen=True)
 class ClassificationLoss(PaddedTextLoss):
-    """The loss of a sequence classifier; labels (B,) are the classes of sequences."""
+    """The loss of a sequence classifier; labels (B,) are the classes of sequences. The token types (B, N) tell the two
+    texts of a pair apart; None uses the model's default, one text.
+    """
 
     labels: Tensor
+    token_type_ids: Tensor | None = None
 
     @classmethod
-    def of(cls, lm: LoadedModel, ids: Tensor, lengths: Sequence[int], labels: Sequence[int]) -> ClassificationLoss:
+    def of(
+        cls,
+        lm: LoadedModel,
+        ids: Tensor,
+        lengths: Sequence[int],
+        labels: Sequence[int],
+        *,
+        token_type_ids: Tensor | None = None,
+    ) -> ClassificationLoss:
         if "ForSequenceClassification" not in type(lm.model).__name__:
             raise UnsupportedModelError(
                 f"{lm.source} is a {type(lm.model).__name__}, not a sequence classifier. Load a model with a "
@@ -293,7 +304,17 @@ class ClassificationLoss(PaddedTextLoss):
                 f"labels {list(labels)[:8]} of {len(ids)} sequences (limit 0 to {classes - 1}). Give one class for each"
             )
         real = torch.tensor(list(lengths), device=ids.device)
-        return cls(ids, real, torch.tensor(list(labels), device=ids.device))
+        types = None if token_type_ids is None else token_type_ids.to(ids.device)
+        return cls(ids, real, torch.tensor(list(labels), device=ids.device), types)
+
+    @property
+    def inputs(self) -> Mapping[str, Tensor]:
+        types = {} if self.token_type_ids is None else {"token_type_ids": self.token_type_ids}
+        return {**super().inputs, **types}
+
+    @property
+    def texts(self) -> Mapping[str, Any]:
+        return {**super().texts, "token_type_ids": self.token_type_ids}
 
     def losses(self, lm: LoadedModel) -> Tensor:
         logits_BC = lm.model(**self.inputs).logits

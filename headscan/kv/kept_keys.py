@@ -5,6 +5,7 @@ Shapes: K KV heads.
 
 from __future__ import annotations
 
+import reprlib
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -93,6 +94,14 @@ class KeptKeys:
     """The windows (layer, KV head, window), sorted, of a model's KV heads; those without an entry keep all keys."""
 
     windows: tuple[tuple[int, int, Window], ...]
+
+    def __post_init__(self) -> None:
+        for entry in self.windows if isinstance(self.windows, tuple) else (self.windows,):
+            if not (isinstance(entry, tuple) and len(entry) == 3 and isinstance(entry[2], Window)):
+                raise PlanMismatchError(
+                    f"no window of a KV head: {reprlib.repr(entry)}. Pass "
+                    "`KeptKeys.of([(layer, kv_head, Window(4, 256))])`"
+                )
 
     @classmethod
     def of(cls, windows: Iterable[tuple[int, int, Window]]) -> KeptKeys:

@@ -32,7 +32,7 @@ from headscan.kv.kv_windows import windowed
 from headscan.kv.window_keys import windowed_output
 from headscan.layers.blocks import find_blocks
 from headscan.measure.collect import TokenIds, check_ids
-from headscan.models.loaded_model import LoadedModel
+from headscan.models.loaded_model import LoadedModel, check_loaded
 from headscan.models.token_batches import pass_tokens, run_halving, whole_batches
 from headscan.options import BATCH_TOKENS
 from headscan.sizing.model_sizes import NO_CACHE, LayerCache, find_caches
@@ -188,6 +188,7 @@ def kv_damage(
     """Return the mean of `kv_damages_by_sequence` over the sequences, given as token ids (B, N) or as B texts: float32
     (L, K), in nats per scored token.
     """
+    check_loaded(lm)
     damages = kv_damages_by_sequence(
         lm, ids, lengths, sink, recent, gates=gates, scored=scored, batch_tokens=batch_tokens
     )

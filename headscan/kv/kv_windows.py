@@ -19,7 +19,7 @@ from headscan.ablation.intervention import Intervention, InterventionRecord
 from headscan.attention.cache_attention import cache_attention, output_after
 from headscan.attention.calls import AttentionCall, ScoredCall
 from headscan.attention.hooks import attention_hook
-from headscan.errors import UnsupportedModelError
+from headscan.errors import PlanMismatchError, UnsupportedModelError, check_type
 from headscan.grid import AttentionSite
 from headscan.kv.kept_keys import DROPPED, HeadGroup, KeptKeys, KvHeadPlan
 from headscan.kv.plan_cache import PlanCache
@@ -47,6 +47,10 @@ class KvWindows(Intervention):
     @property
     def label(self) -> str:
         return self.name
+
+    def __post_init__(self) -> None:
+        to_pass = "a KeptKeys, such as `KeptKeys.of_plan(plan)`"
+        check_type("kept", self.kept, KeptKeys, to_pass, PlanMismatchError)
 
     @property
     def first_layer(self) -> int | None:

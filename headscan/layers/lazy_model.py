@@ -33,7 +33,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from headscan.checkpoints.headers import FileHeader, read_header
 from headscan.checkpoints.source_folder import no_progress_bar
 from headscan.checkpoints.sources import commit_of, source_options
-from headscan.errors import ModelLoadError
+from headscan.errors import ModelLoadError, first_line
 from headscan.loading import check_device, read_model
 from headscan.model_spec import ModelSpec
 
@@ -110,7 +110,9 @@ def read_tensors(
                 for name in of_file:
                     tensors[name] = keep(name, _read_tensor(file, header, name))
         except (OSError, EOFError, KeyError) as problem:
-            raise ModelLoadError(f"{path} cannot be read: {problem}. Copy or download it again") from problem
+            raise ModelLoadError(
+                f"{path} cannot be read: {first_line(problem)}. Copy or download it again"
+            ) from problem
     return tensors
 
 

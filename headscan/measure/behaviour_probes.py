@@ -11,8 +11,10 @@ Shapes: B sequences, N tokens, L layers, H query heads, R chosen queries, S keys
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -22,11 +24,11 @@ from torch.nn.utils.rnn import pad_sequence
 from headscan.attention.calls import AttentionCall
 from headscan.attention.hooks import attention_hook
 from headscan.catalog import BEHAVIOURS, check_behaviours
-from headscan.errors import NamedValues, NotFiniteError, SequenceError, UnsupportedModelError
+from headscan.errors import NamedValues, NotFiniteError, SequenceError, UnsupportedModelError, check_type
 from headscan.grid import AttentionSite
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.models.forward_inputs import run_forward
-from headscan.models.loaded_model import LoadedModel
+from headscan.models.loaded_model import LoadedModel, check_loaded
 from headscan.models.token_batches import pad
 
 
@@ -41,6 +43,15 @@ class Needle:
 
     tokens: tuple[int, ...]
     cue: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "cue"):
+            ids = getattr(self, name)
+            if not isinstance(ids, Sequence) or not ids or not all(isinstance(token, Integral) for token in ids):
+                raise SequenceError(
+                    f"`{name}` of a needle are no token ids: {reprlib.repr(ids)}. Encode the text with the tokenizer"
+                )
+            object.__setattr__(self, name, tuple(map(int, ids)))
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,8 @@ def probe(
         SequenceError: The sequences are too long for the model or the haystack.
         NotFiniteError: The model's attention weights are NaN.
     """
+    check_loaded(lm)
+    check_type("settings", settings, BehaviourProbe | None, "a BehaviourProbe", SequenceError)
     settings = settings or BehaviourProbe()
     if behaviours is None:
         behaviours = [b.name for b in BEHAVIOURS.values() if b.probe == "repeats" or (haystack is not None and needles)]
@@ -129,7 +142,7 @@ def repeated_tokens(lm: LoadedModel, settings: BehaviourProbe) -> Tensor:
     if len(ordinary) < settings.tokens:
         raise SequenceError(
             f"too many tokens to repeat: {settings.tokens} (limit {len(ordinary)}, the tokens of {lm.source} that are "
-            "not special). Lower tokens"
+            "not special). Lower `tokens`"
         )
     generator = torch.Generator().manual_seed(settings.seed)
     rows = []

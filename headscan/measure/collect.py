@@ -6,7 +6,9 @@ output.
 
 from __future__ import annotations
 
+import inspect
 import math
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,11 +21,11 @@ from torch import Tensor
 from headscan.attention.calls import AttentionCall
 from headscan.attention.hooks import attention_hook, output_hook
 from headscan.catalog import PROFILES, SCORES, STATISTICS, MassWidths, check_statistics
-from headscan.errors import NamedValues, NotFiniteError, SequenceError, UnsupportedModelError
+from headscan.errors import NamedValues, NotFiniteError, SequenceError, UnsupportedModelError, check_type
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.models.forward_inputs import batch_kwargs, on_cpu, real_tokens, run_forward
-from headscan.models.loaded_model import LoadedModel
-from headscan.models.token_batches import PADDING, pad
+from headscan.models.loaded_model import LoadedModel, check_loaded
+from headscan.models.token_batches import PADDING, integers, pad
 from headscan.statistics.norm_statistics import ProjectionFactors
 from headscan.statistics.registry import OUTPUT_STATISTICS, key_masks, needs_projection, output_statistics, undefined
 from headscan.statistics.weight_statistics import AttentionPath, AttentionRequest
@@ -45,7 +47,8 @@ def token_ids(
         inputs = torch.from_numpy(inputs.astype(np.int64, copy=False))
     if isinstance(inputs, Tensor):
         return inputs, lengths
-    if not isinstance(inputs, Sequence) or not inputs or not all(isinstance(each, str | Sequence) for each in inputs):
+    kinds = (str, Sequence, Tensor, np.ndarray)
+    if not isinstance(inputs, Sequence) or not inputs or not all(isinstance(each, kinds) for each in inputs):
         raise SequenceError(
             "input_ids is no integer array of shape (sequences, tokens). Pass torch.tensor(ids) or a list of texts"
         )
@@ -53,7 +56,7 @@ def token_ids(
         raise SequenceError("lengths are given next to texts or lists, which have their own. Leave out lengths")
     sequences: list[list[int]] = []
     for index, text in enumerate(inputs):
-        ids: list[Any] = lm.require_tokenizer()(text)["input_ids"] if isinstance(text, str) else list(text)
+        ids = lm.require_tokenizer()(text)["input_ids"] if isinstance(text, str) else _listed(index, text)
         ids_of_text = ids
         if isinstance(text, str) and len(ids) <= _MOST_ADDED:
             ids_of_text = lm.require_tokenizer()(text, add_special_tokens=False)["input_ids"]
@@ -61,6 +64,17 @@ def token_ids(
             raise SequenceError(f"sequence {index} has no token of its own: {text!r}. Leave it out")
         sequences.append(ids)
     return pad(sequences)
+
+
+def _listed(index: int, ids: Any) -> list[int]:
+    """Return a sequence of token ids as a list."""
+    listed = np.asarray([] if isinstance(ids, bytes) else ids)
+    if listed.ndim == 1 and (listed.dtype.kind in "iu" or not len(ids)):
+        return listed.tolist()
+    raise SequenceError(
+        f"sequence {index} is neither a text nor a list of token ids: {reprlib.repr(ids)}. Pass the ids of a pair of "
+        "texts, and its types as token_type_ids"
+    )
 
 
 def find_nonfinite(
@@ -104,6 +118,7 @@ def collect(
     keep_nonfinite: bool = False,
     decoder_input_ids: TokenIds | None = None,
     decoder_lengths: Tensor | Sequence[int] | None = None,
+    token_type_ids: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Measure every attention head on a batch of sequences.
 
@@ -119,6 +134,8 @@ def collect(
         keep_nonfinite: Return NaN and infinite statistics instead of raising.
         decoder_input_ids: Token ids (B, M) or texts of the decoder; None uses ``input_ids``. Encoder-decoders only.
         decoder_lengths: Real tokens of the decoder's sequences (B,); None means all M.
+        token_type_ids: Types of the tokens (B, N), which tell the two texts of a pair apart; None uses the model's
+            default, one text.
 
     Returns:
         For each statistic float32 (B, L, H), for each profile (B, L, H, bins), on the CPU. NaN where a layer lacks the
@@ -131,7 +148,8 @@ def collect(
         NotFiniteError: A statistic is NaN or infinite.
     """
     wanted = check_statistics(statistics)
-    model_inputs = _ModelInputs.checked(lm, input_ids, lengths, decoder_input_ids, decoder_lengths)
+    check_type("widths", widths, MassWidths | None, "a MassWidths", SequenceError)
+    model_inputs = _ModelInputs.checked(lm, input_ids, lengths, decoder_input_ids, decoder_lengths, token_type_ids)
     collector = _Collector(lm, model_inputs, wanted, widths or MassWidths(), path, keep_nonfinite)
     with torch.no_grad(), ExitStack() as hooks:
         if wanted - OUTPUT_STATISTICS.keys():
@@ -165,15 +183,17 @@ class _ModelInputs:
         lengths: Tensor | Sequence[int] | None,
         decoder_input_ids: TokenIds | None,
         decoder_lengths: Tensor | Sequence[int] | None,
+        token_type_ids: Tensor | None,
     ) -> _ModelInputs:
         ids, lengths = check_ids(lm, input_ids, lengths)
+        types = {} if token_type_ids is None else {"token_type_ids": _checked_types(lm, ids, token_type_ids)}
         causal = all(site.causal for site in lm.grid.sites)
         if decoder_lengths is not None and decoder_input_ids is None:
             raise SequenceError("decoder_lengths without decoder_input_ids. Pass both or neither")
         if not lm.is_encoder_decoder:
             if decoder_input_ids is not None:
                 raise SequenceError(f"decoder_input_ids for {lm.source}, which is not an encoder-decoder. Omit them")
-            inputs = batch_kwargs(ids, lengths, causal=causal)
+            inputs = batch_kwargs(ids, lengths, causal=causal) | types
             for_hooks = {"attention_mask": _mask(ids, lengths)} if causal else {}
             return cls(inputs, for_hooks, lengths, lengths, ids)
         if decoder_input_ids is None:
@@ -193,12 +213,26 @@ class _ModelInputs:
         return cls(inputs, for_hooks, real_decoder_lengths, real_decoder_lengths, decoder_ids)
 
 
+def _checked_types(lm: LoadedModel, ids: Tensor, token_type_ids: Tensor) -> Tensor:
+    """Return token types as wide as ids (B, N), on their device."""
+    if "token_type_ids" not in inspect.signature(lm.model.forward).parameters:
+        raise SequenceError(f"token_type_ids for {lm.source}, whose tokens have no types. Leave them out")
+    types = integers("token_type_ids", token_type_ids)
+    if types.ndim != 2 or len(types) != len(ids) or types.shape[1] < ids.shape[1] or not _holds_integers(types):
+        raise SequenceError(
+            f"token_type_ids has shape {tuple(types.shape)} and dtype {types.dtype}. Pass integers of the shape of "
+            "input_ids"
+        )
+    return types[:, : ids.shape[1]].to(ids.device)
+
+
 def _mask(ids: Tensor, lengths: Tensor) -> Tensor:
     return real_tokens(lengths, ids.shape[1]).long()
 
 
 def check_ids(lm: LoadedModel, input_ids: TokenIds, lengths: Tensor | Sequence[int] | None) -> tuple[Tensor, Tensor]:
     """Return token ids (B, N), as wide as the longest sequence, and lengths (B,) on the model's input device."""
+    check_loaded(lm)
     input_ids, lengths = token_ids(lm, input_ids, lengths)
     if not _holds_integers(input_ids):
         raise SequenceError(
@@ -209,7 +243,7 @@ def check_ids(lm: LoadedModel, input_ids: TokenIds, lengths: Tensor | Sequence[i
     if input_ids.ndim != 2 or 0 in input_ids.shape:
         raise SequenceError(f"input_ids has shape {tuple(input_ids.shape)}. Pass (sequences, tokens), both at least 1")
     B, N = input_ids.shape
-    lengths = torch.full((B,), N) if lengths is None else torch.as_tensor(lengths)
+    lengths = torch.full((B,), N) if lengths is None else integers("lengths", lengths)
     if lengths.shape != (B,) or not _holds_integers(lengths):
         raise SequenceError(
             f"lengths has shape {tuple(lengths.shape)} and dtype {lengths.dtype}. Pass {B} integers, one per sequence"

@@ -27,7 +27,9 @@ class BehaviourProbe:
 
     seed: Annotated[int, Option("seed of the random tokens", least=0, most=2**63 - 1)] = 0
     sequences: Count = 8
-    tokens: Annotated[int, Limits(least=2)] = 25
+    tokens: Annotated[
+        int, Option("number of different random tokens in a sequence of repeats", flag="--repeated-tokens", least=2)
+    ] = 25
     repeats: Annotated[int, Limits(least=2)] = 4
     lengths: Annotated[tuple[int, ...], Limits(least=1)] = (512,)
     depths: Annotated[

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from headscan.errors import ModelLoadError, UnsupportedModelError
+from headscan.errors import ModelLoadError, UnsupportedModelError, check_type
 from headscan.grid import HeadGrid
 from headscan.models.forward_inputs import input_device
 from headscan.models.model_facts import RopeLengths, usable_positions
@@ -173,7 +173,18 @@ class Sharding:
     offload: Literal["cpu", "disk"] | None = None
 
     def __post_init__(self) -> None:
-        bounds = [(0, 0), *self.layers]
+        try:
+            bounds = [(0, 0), *((int(first), int(last)) for first, last in self.layers)]
+            devices = tuple(self.devices) if not isinstance(self.devices, str) else (self.devices,)
+        except (TypeError, ValueError):
+            raise ModelLoadError(
+                f"no layer ranges on devices: {self.layers!r} on {self.devices!r}. Pass `devices=(0, 1)` and "
+                "`layers=((0, 16), (16, 32))`"
+            ) from None
+        if self.offload not in (None, "cpu", "disk"):
+            raise ModelLoadError(f"`offload={self.offload!r}` is unknown. Choose cpu or disk, or None")
+        object.__setattr__(self, "devices", devices)
+        object.__setattr__(self, "layers", tuple(bounds[1:]))
         if len(self.devices) != len(self.layers) or any(a[1] != b[0] or b[0] > b[1] for a, b in pairwise(bounds)):
             raise ModelLoadError(
                 f"layer ranges do not fit the devices: {self.layers} on {self.devices}. Pass one range a device, from "
@@ -322,6 +333,11 @@ class LoadedModel:
         if self.tokenizer is None:
             raise ModelLoadError(f"{self.source} has no tokenizer. Save one to this folder with save_pretrained")
         return self.tokenizer
+
+
+def check_loaded(lm: object) -> None:
+    """Raise ModelLoadError if an argument is not a loaded model, such as the model of transformers or its folder."""
+    check_type("lm", lm, LoadedModel, "a model from `headscan.load`", ModelLoadError)
 
 
 def logits_at(lm: LoadedModel, ids: Tensor, rows: list[int], columns: list[int], **kwargs: Any) -> Tensor:

@@ -27,7 +27,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from headscan.errors import HeadIndexError, HeadscanError, ModelLoadError, SequenceError
+from headscan.errors import HeadIndexError, HeadscanError, ModelLoadError, SequenceError, first_line
 from headscan.models.token_batches import is_out_of_memory
 
 
@@ -90,8 +90,7 @@ def raise_if_out_of_memory(problem: Exception) -> None:
 
 def typed_line(problem: Exception) -> str:
     """Return an error's type and the first line of its message."""
-    lines = str(problem).strip().splitlines()
-    return f"{type(problem).__name__}: {lines[0]}" if lines else type(problem).__name__
+    return f"{type(problem).__name__}: {first_line(problem)}" if str(problem).strip() else type(problem).__name__
 
 
 def check_bounds(config: PreTrainedConfig, heads: Iterable[tuple[int, int]]) -> None:

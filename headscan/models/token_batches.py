@@ -11,13 +11,13 @@ import math
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headscan.errors import MemoryLimitError
+from headscan.errors import MemoryLimitError, SequenceError
 
 #: Messages of out-of-memory errors of other types: the CPU's allocator, CUDA outside torch's allocator, cuBLAS.
 _OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -83,6 +83,14 @@ _PASS_COST = {"cpu": 64, "cuda": 512}
 def pass_cost(device: str) -> int:
     """Return the cost of one more forward pass on a type of device, in tokens."""
     return _PASS_COST.get(device, max(_PASS_COST.values()))
+
+
+def integers(name: str, values: Any) -> Tensor:
+    """Return an argument as a tensor of one axis or more; raise SequenceError if it holds no numbers."""
+    try:
+        return torch.atleast_1d(torch.as_tensor(values))
+    except (TypeError, ValueError, RuntimeError):
+        raise SequenceError(f"{name} are of type {type(values).__name__}. Pass one integer per sequence") from None
 
 
 #: The one id that every vocabulary has; padding changes no number.

@@ -25,10 +25,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from headscan.errors import HeadscanError, PruningError
+from headscan.errors import HeadscanError, PruningError, check_type, one_line
 from headscan.layers.blocks import short_text
 from headscan.loading import load
-from headscan.models.loaded_model import LoadedModel, Sharding
+from headscan.models.loaded_model import LoadedModel, Sharding, check_loaded
 from headscan.pruning.format.pruned_model import AUTO_MAP, MODEL_TYPE, heads_of
 from headscan.pruning.slice_heads import sharing_copy
 
@@ -60,6 +60,8 @@ def save_pruned(
     Raises:
         PruningError: The folder is not empty, or cannot be written.
     """
+    check_loaded(lm)
+    check_type("folder", folder, str | os.PathLike, "the path of a new folder", PruningError)
     with complete_folder(folder, PruningError) as made:
         _write(lm, made, remote_code, max_shard_size)
         if card is not None:
@@ -110,8 +112,9 @@ def _write(lm: LoadedModel, folder: Path, remote_code: bool, max_shard_size: int
         if model.can_generate():
             model.generation_config.validate(strict=True)
     except ValueError as problem:
-        why = " ".join(str(problem).split())
-        raise PruningError(f"{lm.source} cannot be saved: {why} Change lm.model.generation_config") from problem
+        raise PruningError(
+            f"{lm.source} cannot be saved: {one_line(problem)} Change lm.model.generation_config"
+        ) from problem
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     open_weights(folder)
     if remote_code and heads_of(model.config):

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from headscan.ablation.intervention import intervene
+from headscan.ablation.intervention import ZERO, intervene
 from headscan.ablation.masks import HeadMask
 from headscan.attention.discovery import discover
-from headscan.errors import PruningError, UnsupportedModelError
-from headscan.grid import Head
+from headscan.errors import PruningError, UnsupportedModelError, check_type
+from headscan.grid import Head, Heads
 from headscan.layers.blocks import short_text
 from headscan.models.forward_inputs import run_forward
-from headscan.models.loaded_model import LoadedModel
+from headscan.models.loaded_model import LoadedModel, check_loaded
 from headscan.pruning.format.attention_parts import CannotSliceError, LayerHeads, Rows, output_name
 from headscan.pruning.format.pruned_attention import shrink_attention
 from headscan.pruning.format.pruned_model import heads_of, model_class, pruned_config
@@ -165,9 +165,7 @@ def check_slicing(lm: LoadedModel, removed: Iterable[Head], heads: Mapping[int, 
             )
 
 
-def slice_heads(
-    lm: LoadedModel, removed: Iterable[tuple[int, int]], weights: Mapping[str, Tensor] | None = None
-) -> LoadedModel:
+def slice_heads(lm: LoadedModel, removed: Heads, weights: Mapping[str, Tensor] | None = None) -> LoadedModel:
     """Return a model without some heads.
 
     The given model stays as it is. Weights that stay the same are shared, not copied. A KV head goes with the last of
@@ -175,7 +173,7 @@ def slice_heads(
 
     Args:
         lm: A decoder, pruned before or not.
-        removed: ``(layer, head)`` pairs.
+        removed: ``(layer, head)`` pairs, the heads of each layer by its number, or a `HeadMask`.
         weights: New values of parameters by name, in the shape of the given model. Parts that belong to removed heads
             are ignored. The output projection of a layer that loses heads can get a bias that it lacks. None changes
             no value.
@@ -185,9 +183,15 @@ def slice_heads(
         PruningError: No heads remain, or a new value has the wrong name or shape.
         UnsupportedModelError: Heads of this architecture cannot be removed one by one.
     """
+    check_loaded(lm)
+    if isinstance(removed, HeadMask) and removed.replacement is not ZERO:
+        raise PruningError("`removed` is a mask with other outputs than zero, which removed heads lack. Pass its heads")
     gone = lm.grid.check(removed)
     _check_architecture(lm)
+    check_type("weights", weights, Mapping | None, "tensors by the name of the parameter", PruningError)
     weights = dict(weights or {})
+    for name, new in weights.items():
+        check_type(f"weights[{name!r}]", new, Tensor, "a tensor", PruningError)
     biases = _take_added_biases(lm, gone, weights)
     _check_shapes(lm.model, weights)
     remaining = {

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from headscan.catalog import SCORES, Score
-from headscan.errors import UnknownNameError, unknown_name
+from headscan.errors import UnknownNameError, check_type, unknown_name
 
 
 def find_score(name: str) -> Score:
-    if name not in SCORES:
+    if not isinstance(name, str) or name not in SCORES:
         raise unknown_name("score", name, SCORES)
     return SCORES[name]
 
@@ -24,13 +25,14 @@ def score(statistics: Mapping[str, Tensor], name: str) -> Tensor:
         UnknownNameError: The catalogue lacks the score, or ``statistics`` lack what it is derived from.
     """
     declaration = find_score(name)
+    check_type("statistics", statistics, Mapping, "the result of `headscan.collect`", UnknownNameError)
     for statistic in (declaration.statistic, declaration.normaliser):
         if statistic is not None and statistic not in statistics:
             raise UnknownNameError(f"score {name!r} needs the statistic {statistic!r}. Pass it to collect")
-    numerator = statistics[declaration.statistic]
+    numerator = torch.as_tensor(statistics[declaration.statistic])
     if declaration.normaliser is None:
         return numerator
-    denominator = statistics[declaration.normaliser]
+    denominator = torch.as_tensor(statistics[declaration.normaliser])
     if declaration.over == "layer":
         denominator = denominator.nanmean(-1, keepdim=True)
     return numerator / denominator

@@ -131,7 +131,7 @@ def _losses(lm: LoadedModel, reading: LabelledReading, texts: list[LabelledText]
 
 
 def _classes(lm: LoadedModel, reading: LabelledReading, texts: list[LabelledText]) -> list[str]:
-    logits_BC = lm.model(**_inputs(lm, texts)).logits.float().cpu()
+    logits_BC = lm.model(**labelled_loss(lm, reading.answers, texts).inputs).logits.float().cpu()
     _check_finite(logits_BC)
     return [reading.classes[number] for number in logits_BC.argmax(-1).tolist()]
 
@@ -148,16 +148,13 @@ class _FiniteLogits(LogitsProcessor):
 def _generate(lm: LoadedModel, reading: LabelledReading, texts: list[LabelledText]) -> list[str]:
     model: Any = lm.model
     checks = LogitsProcessorList([_FiniteLogits()])
-    ids = model.generate(
-        **_inputs(lm, texts), do_sample=False, num_beams=1, max_new_tokens=reading.new_tokens, logits_processor=checks
-    )
-    decoded = lm.require_tokenizer().batch_decode(ids, skip_special_tokens=True)
-    return [text.strip() for text in decoded]
-
-
-def _inputs(lm: LoadedModel, texts: Sequence[LabelledText]) -> dict[str, torch.Tensor]:
     ids, lengths = pad([text.ids for text in texts])
-    return batch_kwargs(ids.to(lm.device), lengths.to(lm.device), causal=False)
+    inputs = batch_kwargs(ids.to(lm.device), lengths.to(lm.device), causal=False)
+    written = model.generate(
+        **inputs, do_sample=False, num_beams=1, max_new_tokens=reading.new_tokens, logits_processor=checks
+    )
+    decoded = lm.require_tokenizer().batch_decode(written, skip_special_tokens=True)
+    return [text.strip() for text in decoded]
 
 
 def _check_finite(values: torch.Tensor) -> None:
@@ -228,7 +225,7 @@ class LabelledQuestions:
 
     def __post_init__(self) -> None:
         self.metric = self.config.metric_of(self.texts)
-        self._hashes = [fingerprint({"example": (text.index, text.ids, text.target_ids)}) for text in self.judging]
+        self._hashes = [fingerprint({"example": (text.index, *text.tokens)}) for text in self.judging]
 
     def record(self, run: Run) -> RunRecord:
         settings = {

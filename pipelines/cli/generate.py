@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class _Text:
     plan: Annotated[str, Option("file of the plan")] = "head_plan.json"
-    prompt_file: Annotated[str, Option("text file with the prompt", metavar="FILE")]
+    prompt_file: Annotated[str, Option("text file with the prompt; - reads standard input", metavar="FILE")]
     settings: Annotated[Given[GenerateConfig], Group()]
 
 
@@ -30,12 +31,15 @@ class Generate(ModelVerb):
 
         headscan generate MODEL --plan head_plan.json --prompt-file long.txt
         headscan generate MODEL --plan head_plan.json --prompt-file long.txt --max-new-tokens 200 --prefill-chunk 4096
+        cat question.txt | headscan generate CHAT_MODEL --plan head_plan.json --prompt-file - --apply-chat-template
 
     Both texts are greedy. Shown are the first token that differs, the bytes of both caches, and milliseconds per token.
     In Python: `lm.model.generate(**inputs, past_key_values=headscan.PlanCache(plan))`.
     """
 
-    common: ClassVar = "MODEL --plan --prompt-file --max-new-tokens --rounds --json --dtype --device"
+    common: ClassVar = (
+        "MODEL --plan --prompt-file --apply-chat-template --max-new-tokens --rounds --json --dtype --device"
+    )
 
     devices: Annotated[Devices, Group("devices")]
     json: Json = False
@@ -43,13 +47,9 @@ class Generate(ModelVerb):
 
     def run(self) -> Result:
         from headscan.analysis.plans import load_plan
-        from headscan.errors import HeadscanError
 
         plan = load_plan(self.text.plan)  # the imports below load torch, which takes seconds
-        try:
-            text = Path(self.text.prompt_file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise HeadscanError(f"cannot read {self.text.prompt_file} ({error}). Name a UTF-8 text file") from error
+        text = _read(self.text.prompt_file)
         from headscan.kv.kept_keys import KeptKeys
         from headscan.pipelines import job_functions
         from headscan.pipelines.kv.plan_arms import narrowest_window
@@ -62,6 +62,19 @@ class Generate(ModelVerb):
         narrowest = narrowest_window(KeptKeys.of_plan(plan))
         no_gain = narrowest is None or found.prompt_tokens + len(found.full.tokens) <= narrowest
         return Result(rows, lambda: _comparison_text(found, no_gain=no_gain), {"plan": self.text.plan, **facts})
+
+
+def _read(file: str) -> str:
+    """Return the text of a file, or that of standard input."""
+    from headscan.errors import HeadscanError, first_line
+    from headscan.pipelines.corpora.documents import encoding_of
+
+    name = "standard input" if file == "-" else file
+    try:
+        content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        return content.decode(encoding_of(content))
+    except (OSError, UnicodeDecodeError) as error:
+        raise HeadscanError(f"cannot read {name} ({first_line(error)}). Name a UTF-8 text file") from error
 
 
 def _both(comparison: GenerationComparison) -> dict[str, Generated]:

@@ -97,7 +97,7 @@ class Referee(WholeModelVerb):
         from headscan.pipelines import job_functions
         from headscan.pipelines.referee.run_labelled_referee import LabelledRefereeConfig
 
-        ranking = None if self.rank_data is None else ExamplesSpec(self.rank_data)
+        ranking = None if self.rank_data is None else replace(data, path=self.rank_data, limit=None)
         max_tokens = self.calibration.texts.values.get("max_tokens")
         judging = labelled_evaluation(self, data, self.metric, max_tokens)
         config = LabelledRefereeConfig(judging, self.criteria.compared.build(), ranking)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from headscan.analysis.text_tables import printable_lines
+from headscan.errors import first_line
 from headscan.options import Needs, Option
 from headscan.pipelines.cli.option_parser import UsageError
 from headscan.pipelines.cli.results import Json, Result
@@ -84,7 +85,9 @@ class Sql(StoreVerb):
             else:
                 _print_table(table, self)
         except (OverflowError, pa.ArrowException) as error:
-            raise QueryError(f"a value does not fit the output format ({error}). Cast its column to VARCHAR") from error
+            raise QueryError(
+                f"a value does not fit the output format ({first_line(error)}). Cast its column to VARCHAR"
+            ) from error
         return None
 
     def _opened(self) -> Store:

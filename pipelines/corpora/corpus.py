@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+from headscan.errors import first_line
 from headscan.pipelines.corpora.data_sets import open_hub, read_hub
 from headscan.pipelines.corpora.documents import Document, Entry, LocalFile, is_compressed, suffix_of, text_entry
 from headscan.pipelines.corpora.files import FORMATS, TEXT_SUFFIXES, hash_file, list_folder, read_file
@@ -152,7 +153,7 @@ def check_corpus(name: str) -> None:
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
     except (OSError, ValueError) as error:
-        raise CorpusError(f"invalid corpus name {name!r}: {error}") from error
+        raise CorpusError(f"invalid corpus name {name!r}: {first_line(error)}") from error
     form = FORMATS.get(suffix_of(path))
     if is_file and is_compressed(path) and form is not None and not form.compressed:
         raise CorpusError(f"corpus {name!r} is a compressed table. Decompress it")

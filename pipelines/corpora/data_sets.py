@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import glob
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from headscan.checkpoints.headers import hub_answers, hub_problem
-from headscan.pipelines.corpora.documents import Entry, LocalFile, choose_column, unreadable, value_entry
+from headscan.errors import one_line
+from headscan.pipelines.corpora.documents import Entry, LocalFile, choose_column, encoding_of, unreadable, value_entry
 from headscan.pipelines.settings.corpus_settings import CorpusError, CorpusSpec
 
 if TYPE_CHECKING:
@@ -31,10 +33,12 @@ def read_table(file: LocalFile, column: str | None) -> Iterator[Entry]:
             options |= {"sep": "\t", "quoting": csv.QUOTE_NONE}
     rows = 0
     try:
-        with file.path.open("rb"):
-            pass  # an unreadable file is an error of the user, not damage
+        with file.path.open("rb") as content:  # an unreadable file is an error of the user, not damage
+            encoding = encoding_of(content.read(4))
     except OSError as error:
         raise unreadable(file.path, error) from error
+    if builder == "csv" and encoding != "utf-8-sig":
+        options |= {"encoding": encoding}
     try:
         # datasets reads brackets in a name as a pattern, and gives an empty table if nothing matches.
         pattern = glob.escape(str(file.path.absolute()))
@@ -85,7 +89,13 @@ def read_hub(spec: CorpusSpec, data: IterableDataset) -> Iterator[Entry]:
 def read_rows(data: IterableDataset, column: str | None, where: str) -> Iterator[Entry]:
     """Yield a streamed data set's rows as ``where:1``, ``where:2``, ..."""
     if data.features is not None:
-        columns = {name: getattr(kind, "dtype", None) in _STRINGS for name, kind in data.features.items()}
+        dtypes = {name: str(getattr(kind, "dtype", None)) for name, kind in data.features.items()}
+        columns = {name: dtype in _STRINGS for name, dtype in dtypes.items()}
+        # Bytes are often images, so they count as text only by name, or if nothing else can be the text.
+        strings = any(columns.values())
+        columns |= {
+            name: name in (column, "text") or not strings for name, dtype in dtypes.items() if _BYTES.match(dtype)
+        }
         chosen = choose_column(columns, column, where)
         # Other columns may be images, which are slow to decode and need another library.
         data = data.select_columns([chosen])
@@ -101,9 +111,4 @@ def read_rows(data: IterableDataset, column: str | None, where: str) -> Iterator
 
 
 _STRINGS = {"string", "large_string", "string_view"}
-
-
-def one_line(error: BaseException, limit: int = 300) -> str:
-    """Return an exception's message on one line, or its type. The line has at most ``limit`` characters."""
-    message = " ".join(str(error).split()) or type(error).__name__
-    return message if len(message) <= limit else message[: limit - 3] + "..."
+_BYTES = re.compile("(large_|fixed_size_)?binary")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal, NamedTuple, Protocol, cast
 
+from headscan.errors import first_line
 from headscan.pipelines.settings.corpus_settings import CorpusError
 
 #: Suffixes of compressed files that can be read.
@@ -38,7 +39,7 @@ class StringText:
 
 @dataclass(frozen=True)
 class FileText:
-    """The text of a UTF-8 file, read on each call."""
+    """The text of a file, read on each call."""
 
     path: Path
 
@@ -47,31 +48,48 @@ class FileText:
 
 
 class NotTextError(CorpusError):
-    """A file is not UTF-8 text; ``detail`` is the reason, without the file's name."""
+    """A file is not text in UTF-8, or in the encoding of its byte order mark; ``detail`` is the reason, without the
+    file's name.
+    """
 
     def __init__(self, path: Path, detail: str) -> None:
         super().__init__(f"{path} is not text: {detail}. Convert it to UTF-8")
         self.detail = detail
 
 
+#: Byte order marks and their encodings; the mark of UTF-32 begins with that of UTF-16.
+_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+
+
+def encoding_of(beginning: bytes) -> str:
+    """Return the encoding of a file from its first four bytes: that of its byte order mark, or UTF-8."""
+    return next((name for mark, name in _MARKS.items() if beginning.startswith(mark)), "utf-8-sig")
+
+
 def decoded(path: Path) -> Iterator[str]:
     """Yield a file's text in pieces, decompressed, without a BOM, with every line end as a line feed."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
-    position, first = 0, True
+    decoder, position = None, 0
     with open_bytes(path) as stream:
         while True:
             content = stream.read(PIECE_BYTES)
+            if decoder is None:
+                encoding = encoding_of(content)
+                decoder = codecs.getincrementaldecoder(encoding)()
             undecoded = len(decoder.getstate()[0])
             try:
                 text = decoder.decode(content, final=not content)
             except UnicodeDecodeError as error:
-                raise NotTextError(path, f"not UTF-8 at byte {position - undecoded + error.start}") from error
+                name, at = encoding.removesuffix("-sig").upper(), position - undecoded + error.start
+                raise NotTextError(path, f"not {name} at byte {at}") from error
             if "\0" in text:
                 raise NotTextError(path, "a NUL byte: binary, or not UTF-8")
             text = newlines.decode(text, final=not content)
-            if text and first:
-                text, first = text.removeprefix("\ufeff"), False
             if text:
                 yield text
             if not content:
@@ -112,7 +130,7 @@ def unreadable(path: Path, error: OSError) -> CorpusError:
 
 
 def _damaged(path: Path, error: Exception) -> CorpusError:
-    return CorpusError(f"{path} is damaged or incomplete: {error}. Write or download it again")
+    return CorpusError(f"{path} is damaged or incomplete: {first_line(error)}. Write or download it again")
 
 
 #: ``empty``: only white space, or no records. ``undecodable``: not UTF-8, a broken record, or a damaged table.
@@ -168,6 +186,11 @@ def value_entry(source: str, value: object, column: str) -> Entry:
     """Return the entry of a record's text column; a null is empty."""
     if value is None:
         return Entry(source, None, "empty", f"null in column {column!r}")
+    if isinstance(value, bytes):
+        try:
+            value = value.decode()
+        except UnicodeDecodeError as error:
+            return Entry(source, None, "undecodable", f"column {column!r} is not UTF-8 at byte {error.start}")
     if not isinstance(value, str):
         return Entry(source, None, "no_text", f"column {column!r} holds {type(value).__name__}, not a string")
     return text_entry(source, value)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
+from headscan.errors import one_line
 from headscan.pipelines.corpora.data_sets import read_table
 from headscan.pipelines.corpora.documents import (
     Entry,
@@ -19,6 +21,7 @@ from headscan.pipelines.corpora.documents import (
     blank_entry,
     choose_column,
     decoded,
+    encoding_of,
     is_compressed,
     open_bytes,
     suffix_of,
@@ -125,15 +128,14 @@ def read_json(file: LocalFile, column: str | None) -> Iterator[Entry]:
     """Yield the entries of a ``.json`` file, which has a list, one record, or a record per line."""
     with open_bytes(file.path) as stream:
         content = stream.read(_JSON_BYTES + 1)
-    first_line = content.split(b"\n", 1)[0]
     try:
         if len(content) > _JSON_BYTES:
             raise _TooLargeError
-        value = json.loads(content.decode("utf-8-sig"))
+        value = json.loads(content.decode(encoding_of(content)))
     except (ValueError, RecursionError) as error:
         by_lines = isinstance(error, json.JSONDecodeError | _TooLargeError)
-        if by_lines and isinstance(_parse_line(first_line), dict):
-            del content  # frees memory before the file is read again
+        del content  # frees memory before the file is read again
+        if by_lines and isinstance(_parse_line(next(_lines(file.path), b"")), dict):
             yield from read_lines(file, column)
         else:
             yield Entry(file.name, None, "undecodable", _json_problem(error))
@@ -154,21 +156,35 @@ def read_lines(file: LocalFile, column: str | None) -> Iterator[Entry]:
     """
 
     def parsed() -> Iterator[tuple[str, Any]]:
-        with open_bytes(file.path) as stream:
-            for number, line in enumerate(_lines(stream), 1):
+        number = 0
+        try:
+            for number, line in enumerate(_lines(file.path), 1):
                 if line is None or line.strip():
                     yield f"{file.name}:{number}", _parse_line(line)
+        except UnicodeDecodeError as error:
+            yield f"{file.name}:{number + 1}", _Broken(f"damaged after line {number}: {one_line(error)}")
 
     yield from _records(parsed(), column, file.name)
 
 
-def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
-    """Yield the lines of a stream; None for a line of more than `_JSON_BYTES` bytes."""
-    while line := stream.readline(_JSON_BYTES):
-        too_long = False
-        while len(line) == _JSON_BYTES and not line.endswith(b"\n"):
-            too_long, line = True, stream.readline(_JSON_BYTES)
-        yield None if too_long else line
+def _lines(path: Path) -> Iterator[bytes | None]:
+    """Yield the lines of a file in UTF-8; None for a line of more than `_JSON_BYTES` bytes. Bytes that are not UTF-8
+    stay as they are, but in a file with the byte order mark of another encoding they raise UnicodeDecodeError.
+    """
+    with open_bytes(path) as stream:
+        encoding = encoding_of(cast("io.BufferedReader", stream).peek(4)[:4])  # compressed streams cannot seek
+        read = stream.readline if encoding == "utf-8-sig" else _in_utf8(stream, encoding)
+        while line := read(_JSON_BYTES):
+            too_long = False
+            while len(line) >= _JSON_BYTES and not line.endswith(b"\n"):
+                too_long, line = True, read(_JSON_BYTES)
+            yield None if too_long else line
+
+
+def _in_utf8(stream: IO[bytes], encoding: str) -> Callable[[int], bytes]:
+    """Return a function that reads a line of a stream in another encoding, as UTF-8."""
+    text = io.TextIOWrapper(stream, encoding, newline="\n")
+    return lambda size: text.readline(size).encode("utf-8", "surrogatepass")
 
 
 class _TooLargeError(ValueError):

@@ -41,6 +41,7 @@ class HeadscanLM(TemplateLM):
         self._ids: dict[int, int] = {}
         # Keyed by lm-eval's arguments: a text is tokenised once, not once per arm.
         self._pairs: dict[tuple[str, str], str] = {}
+        self._asked: dict[tuple[str, str], Instance] = {}
         self._windows: dict[str, list[str]] = {}
         self._prompts: dict[tuple[str, str, int], str] = {}
 
@@ -89,16 +90,16 @@ class HeadscanLM(TemplateLM):
         return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens, verbose=False))
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        new = {request.args: request for request in requests if request.args not in self._pairs}
+        self._asked = {request.args: request for request in requests if request.args not in self._pairs}
         # lm-eval's progress bar would interfere with ours.
-        super().loglikelihood(list(new.values()), disable_tqdm=True)
+        super().loglikelihood(list(self._asked.values()), disable_tqdm=True)
         return [self._likelihood(self._pairs[request.args]) for request in requests]
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         for pair, context, continuation in requests:
-            self._pairs[pair] = self._collect(context, continuation)
+            self._pairs[pair] = self._collect(self._asked[pair], context, continuation)
         return [(0.0, False)] * len(requests)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -111,7 +112,7 @@ class HeadscanLM(TemplateLM):
                     max_seq_len=self.max_length,
                     context_len=1,
                 )
-                self._windows[text] = [self._collect(*make_disjoint_window(window)) for window in windows]
+                self._windows[text] = [self._collect(request, *make_disjoint_window(window)) for window in windows]
         return [sum(self._likelihood(key)[0] for key in self._windows[request.args[0]]) for request in requests]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -124,7 +125,7 @@ class HeadscanLM(TemplateLM):
             draw = asked[key] if normalize_gen_kwargs(options, _MAX_NEW_TOKENS)["do_sample"] else 0
             asked[key] += 1
             if (*key, draw) not in self._prompts:
-                self._prompts[(*key, draw)] = self._collect_prompt(prompt, options, draw)
+                self._prompts[(*key, draw)] = self._collect_prompt(request, options, draw)
             prompt_hash = self._prompts[(*key, draw)]
             texts.append("" if self.answers is None else str(self.answers[prompt_hash]))
         return texts
@@ -136,11 +137,11 @@ class HeadscanLM(TemplateLM):
         assert isinstance(answer, LogLikelihood) and isinstance(request, Request)
         return answer.log_likelihood, answer.greedy_tokens == request.scored_tokens
 
-    def _collect(self, context: list[int], continuation: list[int]) -> str:
+    def _collect(self, asked: Instance, context: list[int], continuation: list[int]) -> str:
         if not continuation or len(continuation) > self.max_length:
             raise HarnessError(
-                f"cannot score a continuation of {len(continuation)} tokens (limits 1 and {self.max_length}). "
-                "Use another task"
+                f"{_place(asked)}: cannot score {asked.args[-1][:40]!r}, which has {len(continuation)} tokens (limits "
+                f"1 and {self.max_length}). Correct the document, or use another task"
             )
         # lm-eval moves trailing blanks of a context to the continuation, which may leave the context empty.
         ids = (context or [self.prefix_token_id]) + continuation
@@ -148,7 +149,7 @@ class HeadscanLM(TemplateLM):
         room = self.max_length + 1
         return self._add(Request(tuple(ids[-room:]), len(continuation)), truncated=len(ids) > room)
 
-    def _collect_prompt(self, prompt: str, options: dict[str, Any], draw: int) -> str:
+    def _collect_prompt(self, asked: Instance, options: dict[str, Any], draw: int) -> str:
         known: dict[str, Any] = dict(normalize_gen_kwargs(options, _MAX_NEW_TOKENS))
         until, tokens = known.pop("until", []), known.pop("max_gen_toks")
         known.pop("max_length", None)
@@ -157,10 +158,14 @@ class HeadscanLM(TemplateLM):
         room = self.max_length - tokens
         if room < 1:
             raise HarnessError(
-                f"a task generates up to {tokens} tokens, and {self._name} has {self.max_length} positions. Use a task "
-                "that generates less"
+                f"{_place(asked)}: the task generates up to {tokens} tokens, and {self._name} has {self.max_length} "
+                "positions. Use a task that generates less"
             )
-        ids = self.tok_encode(prompt)
+        ids = self.tok_encode(asked.args[0])
+        if not ids:
+            raise HarnessError(
+                f"{_place(asked)}: the prompt has 0 tokens (limit 1). Correct the document, or use another task"
+            )
         request = GenerationRequest(tuple(ids[-room:]), tuple(until), tokens, tuple(sorted(known.items())), draw)
         return self._add(request, truncated=len(ids) > room)
 
@@ -170,6 +175,11 @@ class HeadscanLM(TemplateLM):
         if truncated:
             self.truncated.add(key)
         return key
+
+
+def _place(asked: Instance) -> str:
+    """Return task and document of a request of lm-eval."""
+    return f"task {asked.task_name}, document {asked.doc_id}"
 
 
 @contextmanager

@@ -410,7 +410,7 @@ class Questions:
                 self._recall = recall_questions(identity.tokenizer, recall, identity.max_tokens, bos=self._bos)
             except (RecallError, CorpusError) as problem:  # the context or the tokenizer does not fit
                 if recall.lengths is not None:
-                    raise
+                    raise RecallError(f"{problem}. Change the recall lengths, or ask no recall questions") from problem
                 self._notes.append(f"recall questions are omitted: {problem}")
         recall_requests = {request_hash(request): request for question in self._recall for request in question.requests}
         self.requests: dict[str, Request | GenerationRequest] = {**self._lm.requests, **recall_requests}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from gguf import GGUFReader, GGUFValueType, TokenType
 
-from headscan.errors import ExportError
+from headscan.errors import ExportError, first_line
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -38,7 +38,9 @@ def copied_keys(path: Path) -> list[Key]:
     try:
         fields = GGUFReader(path).fields
     except (OSError, ValueError, IndexError) as problem:
-        raise ExportError(f"{path} cannot be read as a GGUF file ({problem}). Name another file") from problem
+        raise ExportError(
+            f"{path} cannot be read as a GGUF file ({first_line(problem)}). Name another file"
+        ) from problem
     keys = [
         Key(name, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
         for name, field in fields.items()

@@ -47,6 +47,7 @@ from headscan.pipelines.scoring.prompt_losses import (
     starts_under_windows,
     text_prompts,
 )
+from headscan.pipelines.scoring.recall_tasks import fixed_by
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.saving_settings import PlanConfig
 from headscan.statistics.scores import score
@@ -189,7 +190,8 @@ def read_prompts(config: PlanConfig, identity: ModelIdentity) -> list[Prompts]:
     tokens = config.longest(identity)
     prompts = [text_prompts(config.corpus, identity, tokens, config.sequences, config.windows[-1].width)]
     if config.recall_prompts:
-        prompts += recall_prompts(identity, tokens, config.recall_prompts, config.seed)
+        with fixed_by("Set `recall_prompts` to 0, or raise `max_tokens` if the length is too small"):
+            prompts += recall_prompts(identity, tokens, config.recall_prompts, config.seed)
     return prompts
 
 

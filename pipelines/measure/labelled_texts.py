@@ -1,105 +1,229 @@
-"""Labelled examples from a TSV or JSONL file, tokenised for a model, and their losses."""
+"""Labelled examples from a file, one text or a pair each, tokenised for a model, and their losses."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headscan.errors import UnsupportedModelError
+from headscan.errors import UnsupportedModelError, one_line
 from headscan.gradients.losses import ClassificationLoss, Loss, TargetTextLoss
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import is_classifier
 from headscan.models.token_batches import pad
+from headscan.pipelines.corpora.documents import decoded
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
-from headscan.pipelines.settings.corpus_settings import ExampleError, ExamplesSpec, longest_text
+from headscan.pipelines.settings.corpus_settings import CorpusError, ExampleError, ExamplesSpec, longest_text
 
-#: Names of the two columns in headers and JSON objects; the first that exists is read.
+#: Columns of one text, and of the two texts of a pair, in the order in which the model reads them.
 TEXT_COLUMNS = ("text", "sentence", "source")
-LABEL_COLUMNS = ("label", "target")
-_FORMATS = (".tsv", ".jsonl")
+PAIR_COLUMNS = (
+    ("premise", "hypothesis"),
+    ("sentence1", "sentence2"),
+    ("question1", "question2"),
+    ("question", "sentence"),
+    ("question", "passage"),
+    ("question", "context"),
+    ("query", "passage"),
+    ("query", "document"),
+    ("claim", "evidence"),
+    ("text", "text_pair"),
+    ("text1", "text2"),
+    ("text_a", "text_b"),
+    ("sentence_a", "sentence_b"),
+)
+LABEL_COLUMNS = ("label", "target", "gold_label")
+#: Columns of texts; next to a text, ``source`` often names where it is from.
+_TEXTS = frozenset(chain(TEXT_COLUMNS, *PAIR_COLUMNS)) - {"source"}
+
+#: A record of a file: its line or row, from 1, and its values by the name of the column.
+_Record = tuple[int, Mapping[str, object]]
 
 
 class RawExample(NamedTuple):
-    """One example and its line in the file, from 1: a text with its label, or source and target text."""
+    """One example and its line in the file, from 1: a text, or a pair of them, with its label or target text."""
 
     line: int
-    text: str
+    texts: tuple[str, ...]
     target: str
 
 
 def read_examples(spec: ExamplesSpec) -> list[RawExample]:
     """Return the examples of a file in order; empty lines are skipped."""
     spec.check_file()
-    path = Path(spec.path)
-    if path.suffix not in _FORMATS:
-        raise ExampleError(f"format of {spec.path}: {path.suffix or 'none'} (limit {', '.join(_FORMATS)}). Convert it")
-    try:
-        lines = [(number, line) for number, line in enumerate(path.read_text("utf-8-sig").split("\n"), 1)]
-    except UnicodeDecodeError as problem:
-        raise ExampleError(f"{spec.name} is not UTF-8: byte {problem.start}. Convert it to UTF-8") from problem
-    filled = [(number, line.removesuffix("\r")) for number, line in lines if line.strip()]
-    rows = _json_rows(spec, filled) if path.suffix == ".jsonl" else _tab_rows(spec, filled)
-    examples = list(islice(rows, spec.limit or len(filled)))
+    suffix = Path(spec.path).suffix.lower()
+    if suffix not in _RECORDS:
+        raise ExampleError(f"format of {spec.path}: {suffix or 'none'} (limit {', '.join(_RECORDS)}). Convert it")
+    rows = (_example(spec, line, record) for line, record in _RECORDS[suffix](spec))
+    examples = list(islice(rows, spec.limit))
     if not examples:
         raise ExampleError(f"{spec.name} has 0 examples (limit 1). Add a line with a text and its label")
+    if singles := [each.line for each in examples if len(each.texts) != len(examples[0].texts)]:
+        one, two = ("one text", "two texts")[:: 1 if len(examples[0].texts) == 2 else -1]
+        raise ExampleError(
+            f"line {singles[0]} of {spec.name} has {one}, and line {examples[0].line} has {two}. Give both texts of "
+            "every pair, or name one column with `text_columns`"
+        )
     return examples
 
 
-def _tab_rows(spec: ExamplesSpec, lines: list[tuple[int, str]]) -> Iterator[RawExample]:
-    text, label = 0, 1
-    header = [] if not lines else [name.strip().lower() for name in lines[0][1].split("\t")]
-    columns = [next((name for name in names if name in header), None) for names in (TEXT_COLUMNS, LABEL_COLUMNS)]
-    fields = 2
-    if columns[0] is not None and all(name.isidentifier() for name in header):
-        if columns[1] is None:
-            raise ExampleError(_no_column(spec, LABEL_COLUMNS, header))
-        text, label = header.index(columns[0]), header.index(columns[1])
-        fields, lines = len(header), lines[1:]
-    for number, line in lines:
-        cells = line.split("\t")
-        if len(cells) != fields:
+def _text_of(spec: ExamplesSpec) -> str:
+    try:
+        return "".join(decoded(Path(spec.path)))
+    except CorpusError as problem:
+        raise ExampleError(str(problem)) from problem
+
+
+def _filled_lines(spec: ExamplesSpec) -> Iterator[tuple[int, str]]:
+    return ((number, line) for number, line in enumerate(_text_of(spec).split("\n"), 1) if line.strip())
+
+
+def _tab_records(spec: ExamplesSpec) -> Iterator[_Record]:
+    # A quote in this format is a character of the text.
+    return _with_header(spec, ((number, line.split("\t")) for number, line in _filled_lines(spec)))
+
+
+def _comma_records(spec: ExamplesSpec) -> Iterator[_Record]:
+    reader = csv.reader(io.StringIO(_text_of(spec), newline=""))
+    return _with_header(spec, ((reader.line_num, cells) for cells in reader if "".join(cells).strip()))
+
+
+def _with_header(spec: ExamplesSpec, rows: Iterator[tuple[int, list[str]]]) -> Iterator[_Record]:
+    """Yield the records of rows of cells; without a header, a row has a text and its label."""
+    names = ["text", "label"]
+    known = {*TEXT_COLUMNS, *_TEXTS}
+    for row, (line, cells) in enumerate(rows):
+        header = [name.strip().lower() for name in cells]
+        if not row and (spec.names_columns or (known & {*header} and all(name.isidentifier() for name in header))):
+            names = header
+        elif len(cells) != len(names):
             raise ExampleError(
-                f"line {number} of {spec.name} has {len(cells)} columns (limit {fields}: text and label). Separate "
-                "them by one tab, and add a header if there are more"
+                f"line {line} of {spec.name} has {len(cells)} columns (limit {len(names)}: {', '.join(names)[:80]}). "
+                "Separate them by one tab or comma, and add a header if there are more, such as premise, hypothesis, "
+                "label; name other columns with `text_columns`"
             )
-        yield _example(spec, number, cells[text], cells[label])
+        else:
+            yield line, dict(zip(names, cells, strict=True))
 
 
-def _json_rows(spec: ExamplesSpec, lines: list[tuple[int, str]]) -> Iterator[RawExample]:
-    for number, line in lines:
+def _line_records(spec: ExamplesSpec) -> Iterator[_Record]:
+    for line, text in _filled_lines(spec):
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as problem:
-            raise ExampleError(f"line {number} of {spec.name} is not JSON: {problem.msg}. Fix the line") from problem
-        if not isinstance(row, dict):
-            raise ExampleError(f"line {number} of {spec.name} is not a JSON object: {line[:20]}. Fix the line")
-        values = []
-        for names in (TEXT_COLUMNS, LABEL_COLUMNS):
-            name = next((name for name in names if row.get(name) is not None), None)
-            if name is None:
-                raise ExampleError(f"line {number}: {_no_column(spec, names, list(row))}")
-            values.append(str(row[name]))
-        yield _example(spec, number, *values)
+            record = json.loads(text)
+        except (json.JSONDecodeError, RecursionError) as problem:
+            reason = getattr(problem, "msg", "nested too deeply")
+            raise ExampleError(f"line {line} of {spec.name} is not JSON: {reason}. Fix the line") from problem
+        yield line, _object(spec, line, record)
 
 
-def _example(spec: ExamplesSpec, line: int, text: str, target: str) -> RawExample:
-    for name, value in (("text", text), ("label", target)):
-        if not value.strip():
-            raise ExampleError(f"line {line} of {spec.name} has an empty {name}. Fill it in, or remove the line")
-    return RawExample(line, text.strip(), target.strip())
+def _json_records(spec: ExamplesSpec) -> Iterator[_Record]:
+    try:
+        records = json.loads(_text_of(spec))
+    except (json.JSONDecodeError, RecursionError):
+        yield from _line_records(spec)  # some tools write JSON Lines under this name
+        return
+    if not isinstance(records, list):
+        raise ExampleError(f"{spec.name} holds no list of JSON objects. Write a list, or one object per line")
+    for row, record in enumerate(records, 1):
+        yield row, _object(spec, row, record)
 
 
-def _no_column(spec: ExamplesSpec, names: tuple[str, ...], columns: list[str]) -> str:
-    kind = "text" if names is TEXT_COLUMNS else "label"
-    return f"{spec.name} has no {kind} column: {', '.join(columns)[:80]}. Name a column {' or '.join(names)}"
+def _object(spec: ExamplesSpec, line: int, record: object) -> Mapping[str, object]:
+    if not isinstance(record, dict):
+        raise ExampleError(f"line {line} of {spec.name} is not a JSON object: {str(record)[:20]}. Fix the line")
+    return {name.strip().lower(): value for name, value in record.items() if value is not None}
+
+
+def _parquet_records(spec: ExamplesSpec) -> Iterator[_Record]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        rows = pq.read_table(spec.path).to_pylist()
+    except (pa.ArrowException, OSError) as problem:
+        raise ExampleError(f"{spec.name} cannot be read: {one_line(problem)}. Write it again") from problem
+    for row, record in enumerate(rows, 1):
+        yield row, _object(spec, row, record)
+
+
+#: What reads the records of a file, by its suffix.
+_RECORDS: Mapping[str, Callable[[ExamplesSpec], Iterator[_Record]]] = {
+    ".tsv": _tab_records,
+    ".csv": _comma_records,
+    ".jsonl": _line_records,
+    ".ndjson": _line_records,
+    ".json": _json_records,
+    ".parquet": _parquet_records,
+}
+
+
+def _example(spec: ExamplesSpec, line: int, record: Mapping[str, object]) -> RawExample:
+    texts = tuple(_value(spec, line, record, name, "text") for name in _text_columns(spec, line, record))
+    asked = None if spec.label_column is None else spec.label_column.lower()
+    label = asked or next((name for name in LABEL_COLUMNS if name in record), None)
+    if label is None or label not in record:
+        raise ExampleError(f"line {line}: {_no_column(spec, 'label', asked, LABEL_COLUMNS, record)}")
+    return RawExample(line, texts, _value(spec, line, record, label, "label"))
+
+
+def _text_columns(spec: ExamplesSpec, line: int, record: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the columns with the text, or with the two texts, of a record."""
+    if spec.text_columns is not None:
+        for name in (asked := tuple(name.lower() for name in spec.text_columns)):
+            if name not in record:
+                raise ExampleError(f"line {line}: {_no_column(spec, 'text', name, (), record)}")
+        return asked
+    label = None if spec.label_column is None else spec.label_column.lower()
+    held = {*record} - {label}
+    pairs = [pair for pair in PAIR_COLUMNS if held >= {*pair}]
+    read = pairs[0] if pairs else tuple(name for name in TEXT_COLUMNS if name in held)[:1]
+    others = [name for name in record if name in held & _TEXTS and name not in read]
+    if not read and not others:
+        raise ExampleError(f"line {line}: {_no_column(spec, 'text', None, TEXT_COLUMNS, record)}")
+    if others:
+        raise ExampleError(
+            f"line {line} of {spec.name} has texts in {' and '.join([*read, *others])[:80]}: unclear which form an "
+            "example. Name one column, or the two of a pair, with `text_columns`"
+        )
+    return read
+
+
+def _value(spec: ExamplesSpec, line: int, record: Mapping[str, object], name: str, kind: str) -> str:
+    value = record[name]
+    if isinstance(value, bytes):
+        try:
+            value = value.decode()
+        except UnicodeDecodeError as problem:
+            raise ExampleError(
+                f"{name} of line {line} of {spec.name} is not UTF-8: byte {problem.start}. Convert it"
+            ) from problem
+    if not isinstance(value, str | int | float) or (kind == "text" and not isinstance(value, str)):
+        raise ExampleError(
+            f"{name} of line {line} of {spec.name} holds {type(value).__name__}, not a {kind}. Write it as one string"
+        )
+    if not (written := str(value).strip()):
+        raise ExampleError(f"line {line} of {spec.name} has an empty {name}. Fill it in, or remove the line")
+    return written
+
+
+def _no_column(
+    spec: ExamplesSpec, kind: str, asked: str | None, known: Sequence[str], record: Mapping[str, object]
+) -> str:
+    columns = ", ".join(record)[:80]
+    if asked is not None:
+        return f"{spec.name} has no column {asked!r}: {columns}. Choose one of its columns"
+    return (
+        f"{spec.name} has no {kind} column: {columns}. Name a column {' or '.join(known)}, or choose one with "
+        f"`{'text_columns' if kind == 'text' else 'label_column'}`"
+    )
 
 
 class Answers(Enum):
@@ -116,7 +240,9 @@ class LabelledText:
     Attributes:
         index: Position in the file, from 0.
         target_ids: Token ids of the target text; of a classifier, the number of the class alone.
-        document: Hash of the text: equal texts are one document.
+        document: Hash of the text, of a pair of the first one: equal texts are one document.
+        token_types: Token type id of each token (0 and 1 in the texts of a pair); empty if the model has no types, or
+            all are 0.
     """
 
     index: int
@@ -124,10 +250,16 @@ class LabelledText:
     target_ids: tuple[int, ...]
     target: str
     document: str
+    token_types: tuple[int, ...] = ()
 
     @property
     def longest(self) -> int:
         return max(len(self.ids), len(self.target_ids))
+
+    @property
+    def tokens(self) -> tuple[tuple[int, ...], ...]:
+        """Ids and target ids, and token types if there are some, so that stored runs on plain texts resume."""
+        return (self.ids, self.target_ids, *((self.token_types,) if self.token_types else ()))
 
 
 @dataclass(frozen=True)
@@ -147,9 +279,10 @@ class LabelledTexts:
         return max(text.longest for text in self.texts)
 
     def fingerprint(self) -> str:
-        """Return a hash of all tokens, targets and documents."""
+        """Return a hash of all tokens with their types, targets and documents."""
         texts = [(text.ids, text.target_ids, text.target, text.document) for text in self.texts]
-        return fingerprint({"texts": texts, "file": self.spec.name})
+        types = [text.token_types for text in self.texts]
+        return fingerprint({"texts": texts, "file": self.spec.name, **({"token_types": types} if any(types) else {})})
 
     def halves(self) -> tuple[tuple[LabelledText, ...], tuple[LabelledText, ...]]:
         """Return two halves, split by the hashes of texts: equal texts are in the same half."""
@@ -162,14 +295,15 @@ class LabelledTexts:
 
 def answers_of(spec: ModelSpec) -> Answers:
     config = spec.config()
-    if config.is_encoder_decoder:
+    classifies = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+    if config.is_encoder_decoder and not classifies:
         return Answers.TEXT
     if is_classifier(config):
         return Answers.CLASS
     saved = ", ".join(config.architectures or ()) or config.model_type
     raise UnsupportedModelError(
         f"{spec.source} is a {saved}, which has no loss on labels. Load an encoder with a classification head or an "
-        "encoder-decoder, or measure it on a text with `corpus`"
+        "encoder-decoder that writes text, or measure it on a text with `corpus`"
     )
 
 
@@ -184,30 +318,46 @@ def read_labelled(
     limit = longest_text(identity, max_tokens)
     config = model.config()
     classes = tuple(name for _, name in sorted((config.id2label or {}).items())) if answers is Answers.CLASS else ()
-    encode = partial(_encode, identity.tokenizer, limit)
+    types_of_model = getattr(config.get_text_config(), "type_vocab_size", None) or 0
     texts, cut = [], 0
     for index, example in enumerate(raw):
-        ids, long = encode(text=example.text)
+        read_as = dict(zip(("text", "text_pair"), example.texts, strict=False))
+        encoded, long = _encode(data, example, identity.tokenizer, limit, **read_as)
+        ids = tuple(encoded["input_ids"])
+        types = tuple(encoded.get("token_type_ids") or ())
+        # A model with one type, as RoBERTa, tells the texts of a pair apart by the separators between them.
+        token_types = types if 0 < max(types, default=0) < types_of_model else ()
         if classes:
             target_ids: tuple[int, ...] = (_class_of(data, example, classes),)
             target, long_target = classes[target_ids[0]], False
         else:
             target = example.target
-            target_ids, long_target = encode(text_target=target)
+            encoded_target, long_target = _encode(data, example, identity.tokenizer, limit, text_target=target)
+            target_ids = tuple(encoded_target["input_ids"])
         if not ids or not target_ids:
             raise ExampleError(f"line {example.line} of {data.name} has 0 tokens (limit 1). Remove the line")
-        document = hashlib.sha256(example.text.encode()).hexdigest()[:16]
-        texts.append(LabelledText(index, ids, target_ids, target, document))
+        document = hashlib.sha256(example.texts[0].encode()).hexdigest()[:16]
+        texts.append(LabelledText(index, ids, target_ids, target, document, token_types))
         cut += long or long_target
     return LabelledTexts(data, answers, tuple(texts), classes, cut)
 
 
-def _encode(tokenizer: Any, limit: int, **text: str) -> tuple[tuple[int, ...], bool]:
-    """Return ids with special tokens, and True if the text was cut."""
-    ids = tokenizer(**text)["input_ids"]
-    if len(ids) <= limit:
-        return tuple(ids), False
-    return tuple(tokenizer(**text, truncation=True, max_length=limit)["input_ids"]), True
+def _encode(
+    data: ExamplesSpec, example: RawExample, tokenizer: Any, limit: int, **texts: str
+) -> tuple[Mapping[str, Any], bool]:
+    """Return a tokenizer's output with special tokens, and True if a text was cut. Of a pair, the longer text is cut
+    until both are equally long.
+    """
+    encoded = tokenizer(**texts)
+    if len(encoded["input_ids"]) <= limit:
+        return encoded, False
+    added = tokenizer.num_special_tokens_to_add(pair=len(texts) > 1)
+    if limit < added + len(texts):
+        raise ExampleError(
+            f"`max_tokens={limit}` for line {example.line} of {data.name} (limit {added + len(texts)}: {added} special "
+            f"tokens, and 1 of each text). Raise `max_tokens`"
+        )
+    return tokenizer(**texts, truncation="longest_first", max_length=limit), True
 
 
 def _class_of(data: ExamplesSpec, example: RawExample, classes: Sequence[str]) -> int:
@@ -231,6 +381,9 @@ def labelled_loss(lm: LoadedModel, answers: Answers, texts: Sequence[LabelledTex
     ids = ids.to(lm.device)
     targets = [text.target_ids for text in texts]
     if answers is Answers.CLASS:
-        return ClassificationLoss.of(lm, ids, lengths.tolist(), [target for (target,) in targets])
+        types = None
+        if any(text.token_types for text in texts):
+            types, _ = pad([text.token_types or (0,) * len(text.ids) for text in texts])
+        return ClassificationLoss.of(lm, ids, lengths.tolist(), [target for (target,) in targets], token_type_ids=types)
     labels, label_lengths = pad(targets)
     return TargetTextLoss.of(lm, ids, lengths.tolist(), labels, label_lengths.tolist(), summed=summed)

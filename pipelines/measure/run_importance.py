@@ -38,6 +38,7 @@ from headscan.pipelines.measure.run_scan import HeadMeasurements, head_table
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.prompt_losses import recall_prompts
+from headscan.pipelines.scoring.recall_tasks import fixed_by
 from headscan.pipelines.settings.corpus_settings import TokenConfig
 from headscan.pipelines.settings.measure_settings import ImportanceConfig, LabelledImportanceConfig, LossReduction
 
@@ -137,7 +138,9 @@ def _recall_prompts(config: ImportanceConfig, run: Run) -> Iterator[corpora.Toke
             f"{run.identity.name} does not predict the next token, but recall prompts need a decoder. Set"
             " `recall_prompts` to 0"
         )
-    yield from recall_texts(run.identity, config.tokens, config.recall_prompts)
+    with fixed_by("Set `recall_prompts` to 0, or raise `max_tokens` if the length is too small"):
+        texts = recall_texts(run.identity, config.tokens, config.recall_prompts)
+    yield from texts
 
 
 @dataclass(frozen=True, eq=False)

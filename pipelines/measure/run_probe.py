@@ -35,7 +35,7 @@ from headscan.pipelines.corpora import Corpus, TokenConfig, open_corpus, sequenc
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_context import Run
-from headscan.pipelines.settings.measure_settings import ProbeConfig
+from headscan.pipelines.settings.measure_settings import ProbeConfig, ProbeError
 
 #: Hidden sentences and their questions. No sentence's end follows from its beginning or from a haystack.
 NEEDLES = (
@@ -196,7 +196,14 @@ def _check_lengths(settings: BehaviourProbe, identity: ModelIdentity) -> None:
 
 def _needle_items(config: ProbeConfig, identity: ModelIdentity, haystack: np.ndarray) -> list[ProbeItem]:
     def tokens(text: str) -> tuple[int, ...]:
-        return tuple(identity.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        ids = tuple(identity.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        known = sum(token != identity.tokenizer.unk_token_id for token in ids)
+        if 2 * known < max(len(ids), 2):
+            raise ProbeError(
+                f"the tokenizer of {identity.name} has {known} of {len(ids)} tokens of the needle {text[:30]!r} (at "
+                "least half). Leave retrieval_score out of `behaviours`"
+            )
+        return ids
 
     needles = [Needle(tokens(sentence), tokens(cue)) for sentence, cue in NEEDLES]
     hay, settings = haystack.tolist(), config.probe

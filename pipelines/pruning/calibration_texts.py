@@ -19,7 +19,7 @@ from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_context import ModelContext
 from headscan.pipelines.scoring.prompt_losses import ALL_KEYS, PromptPool, Prompts, recall_prompts, refusal
-from headscan.pipelines.scoring.recall_tasks import RecallSeries, recall_series
+from headscan.pipelines.scoring.recall_tasks import RecallSeries, fixed_by, recall_series
 from headscan.pipelines.settings.corpus_settings import SHORTEST
 from headscan.pipelines.settings.saving_settings import PruneTexts, RecallPrompts
 from headscan.pruning.calibration import Calibration
@@ -106,7 +106,9 @@ def read_recall(
     identity = model.identity
     tokens = min(config.max_tokens, identity.max_tokens or config.max_tokens)
     able = []
-    for prompts in recall_prompts(identity, tokens, config.prompts // 2, config.seed):
+    with fixed_by("Set `recall_weight` to 0"):
+        found = recall_prompts(identity, tokens, config.prompts // 2, config.seed)
+    for prompts in found:
         with Progress(f"{prompts.name} with all heads", len(prompts.requests), "prompts", brief=True) as progress:
             pool = PromptPool(model.pool, batch_tokens, identity.rope_lengths, progress=progress)
             losses = pool.losses(prompts.requests, [ALL_KEYS])

@@ -179,7 +179,7 @@ def run_labelled_referee(config: LabelledRefereeConfig, run: Run, *, texts: Labe
     # Criteria and shares are in the names of the arms, so that more of them join the run. Heads that are measured
     # again after each share depend on the other shares.
     path = sorted(compared.shares) if compared.iterative else None
-    ranked_by = fingerprint({"texts": [(text.ids, text.target_ids) for text in ranking]})
+    ranked_by = fingerprint({"texts": [text.tokens for text in ranking]})
     settings = {"referee": {"ranked_by": ranked_by, "iterative": path}}
     questions = LabelledQuestions(judged, texts, judging, settings)
     item = ValuesItem(ranking, texts.answers, (), SiteMask({}), judged.batch_tokens, run.identity.rope_lengths)

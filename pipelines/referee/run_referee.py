@@ -38,6 +38,7 @@ from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import at_work, shown_steps
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks
+from headscan.pipelines.scoring.recall_tasks import fixed_by
 from headscan.pipelines.settings.corpus_settings import TokenConfig
 from headscan.pipelines.settings.evaluation_settings import DEFAULT_CRITERIA, CriteriaComparison, EvaluateConfig
 from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
@@ -282,7 +283,8 @@ def _choices(
     missing = [name for name in config.criteria if name not in by_criterion]
     for family in families(missing):
         on_recall = any(CRITERIA[name].on_recall for name in family)
-        prompts = _recall_prompts(run.identity, config.texts.longest(run.identity)) if on_recall else None
+        with fixed_by("Leave out importance_recall, or raise `max_tokens` if the length is too small"):
+            prompts = _recall_prompts(run.identity, config.texts.longest(run.identity)) if on_recall else None
         job = ChoiceJob(
             texts, family, counts, config.compared.iterative, config.evaluation.batch_tokens, prompts, run.say
         )

@@ -13,7 +13,7 @@ from headscan.analysis.store.records import RunKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.head_effects import rank_effects
 from headscan.catalog import BEHAVIOURS, CRITERIA, EFFECT, RANKED_CRITERIA
-from headscan.errors import InterventionError, PruningError
+from headscan.errors import InterventionError, PruningError, first_line
 from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
 
 if TYPE_CHECKING:
@@ -104,9 +104,11 @@ def stored_orders(
 def imported_heads(path: str | Path) -> list[tuple[int, int]]:
     """Return the heads of a JSON file in order: ``[layer, head]`` pairs in a list, alone or under ``heads``."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_bytes())
     except (OSError, ValueError) as problem:
-        raise PruningError(f"cannot read the heads of {path}: {problem}. Give a JSON list of [layer, head]") from None
+        raise PruningError(
+            f"cannot read the heads of {path}: {first_line(problem)}. Give a JSON list of [layer, head]"
+        ) from None
     pairs = content.get("heads") if isinstance(content, dict) else content
     if not isinstance(pairs, list) or not pairs:
         raise PruningError(f"{path} names 0 heads (limit 1). Give a JSON list of [layer, head]")

@@ -21,6 +21,7 @@ language.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from math import ceil, isnan
@@ -230,8 +231,8 @@ class TextTokens:
         tokens = sorted(by_size.get(size, ()))
         if len(tokens) < QUESTIONS_PER_TEXT:
             raise RecallError(
-                f"words with different tokens among {', '.join(words[:3])}, ...: {len(tokens)} (at least "
-                f"{QUESTIONS_PER_TEXT}). Disable recall"
+                f"the tokenizer does not fit recall tasks: words with different tokens among {', '.join(words[:3])}, "
+                f"...: {len(tokens)} (at least {QUESTIONS_PER_TEXT})"
             )
         return tokens
 
@@ -273,7 +274,7 @@ class _NeedleWords:
         if length < least:
             raise RecallError(
                 f"recall length of {length} tokens (at least {least} for {QUESTIONS_PER_TEXT} needles of"
-                f" {self._longest} tokens). Raise the recall lengths, or disable recall"
+                f" {self._longest} tokens)"
             )
 
     def series(self, length: int, beginning: Ids) -> int:
@@ -377,13 +378,12 @@ def copying_questions(
     size = length + 1 - len(beginning) - _SPAN
     if size < _SPAN:
         raise RecallError(
-            f"recall length of {length} tokens (at least {length + _SPAN - size} to copy {_COPIED} tokens). Raise the "
-            "recall lengths, or disable recall"
+            f"recall length of {length} tokens (at least {length + _SPAN - size} to copy {_COPIED} tokens)"
         )
     common = _common_tokens(tokenizer, least=size)
     if len(common) < _SPAN:
         raise RecallError(
-            f"printable tokens of the tokenizer: {len(common)} (at least {_SPAN} for copying). Disable recall"
+            f"the tokenizer does not fit recall tasks: {len(common)} printable tokens (at least {_SPAN} for copying)"
         )
     for text in range(questions // QUESTIONS_PER_TEXT):
         rng = Random(f"{seed} {task} {text}")
@@ -510,6 +510,17 @@ def recall_questions(
         for family in RECALL_FAMILIES
         for question in GENERATORS[family](f"{family}@{length}", tokenizer, beginning, length, count[family], seed)
     ]
+
+
+@contextmanager
+def fixed_by(fix: str) -> Iterator[None]:
+    """Add the fix, which depends on the caller's settings, to the error of questions that a tokenizer or a length
+    cannot hold.
+    """
+    try:
+        yield
+    except RecallError as problem:
+        raise RecallError(f"{problem}. {fix}") from problem
 
 
 def _beginning(tokenizer: PreTrainedTokenizerBase, bos: str) -> tuple[int, ...]:

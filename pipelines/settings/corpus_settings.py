@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from headscan.errors import HeadscanError, SequenceError
-from headscan.options import Count, Limits, Option, check_limits
+from headscan.options import Count, Limits, Needs, Option, check_limits
 
 if TYPE_CHECKING:
     from headscan.pipelines.runs.model_identity import ModelIdentity
@@ -122,15 +122,22 @@ LabelledMetric = Literal["accuracy", "bleu", "loss"]
 
 @dataclass(frozen=True)
 class ExamplesSpec:
-    """Settings of a file of labelled examples: a ``.tsv`` file of two columns, with or without a header, or a
-    ``.jsonl`` file. ``limit`` counts from the beginning; None reads all.
+    """Settings of a file of labelled examples, one text or a pair of texts each: tables (``.tsv``, ``.csv``,
+    ``.parquet``) and JSON objects (``.jsonl``, ``.json``).
+
+    Attributes:
+        limit: Number of examples from the beginning; None reads all.
+        text_columns: The column of the text, or the two of a pair in the order in which the model reads them; None
+            finds them by their names.
+        label_column: None finds it by its name.
     """
 
     path: Annotated[
         str,
         Option(
-            "labelled examples instead of a corpus: .tsv (text, tab, label; or source, tab, target) or .jsonl (keys "
-            "text and label, or source and target)",
+            "labelled examples instead of a corpus: .tsv, .csv, .jsonl, .json or .parquet with the columns text and "
+            "label, source and target, or two texts and label, such as premise, hypothesis and label; two columns "
+            "without a header are text and label",
             flag="--data",
             metavar="FILE",
         ),
@@ -138,15 +145,38 @@ class ExamplesSpec:
     limit: Annotated[
         int | None, Option("maximum number of examples (default: all)", flag="--limit-examples", least=1)
     ] = None
+    text_columns: Annotated[
+        tuple[str, ...] | None,
+        Option(
+            "column of the text, or the two columns of a pair, of --data (default: by known names)",
+            metavar="NAME[,NAME]",
+            needs=(Needs(key="path"),),
+        ),
+    ] = None
+    label_column: Annotated[
+        str | None,
+        Option("column of the label of --data (default: by known names)", metavar="NAME", needs=(Needs(key="path"),)),
+    ] = None
 
     def __post_init__(self) -> None:
         check_limits(self, ExampleError)
         object.__setattr__(self, "path", os.fspath(self.path))
+        columns = self.text_columns
+        if columns is not None and not (1 <= len(columns) <= 2 and len({*columns}) == len(columns)):
+            raise ExampleError(
+                f"`text_columns={','.join(columns)}` (limit 1 column, or 2 different ones of a pair). Change "
+                "`text_columns`"
+            )
+
+    @property
+    def names_columns(self) -> bool:
+        """True if a table must have a header with the names of its columns."""
+        return self.text_columns is not None or self.label_column is not None
 
     def check_file(self) -> None:
         """Raise ExampleError if there is no such file."""
         if not Path(self.path).is_file():
-            raise ExampleError(f"no file {self.path}. Give a .tsv or .jsonl file of examples")
+            raise ExampleError(f"no file {self.path}. Give a file of examples, such as .tsv or .jsonl")
 
     @property
     def name(self) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK, RANKED_CRITERIA, RECALL_NAMES, SET_METHODS
-from headscan.errors import PruningError
+from headscan.errors import ModelLoadError, PruningError, first_line
 from headscan.kv.kept_keys import Window
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Count, Limits, Option, Seed, check_limits
@@ -187,12 +187,16 @@ class GenerateConfig:
 
     Attributes:
         plan: Plan of the model, as `headscan.analysis.plans.load_plan` reads it.
-        prompt: Text to continue greedily.
+        prompt: Text to continue greedily; with ``apply_chat_template`` a user's message, which the model
+            answers.
     """
 
     model: ModelSpec
     plan: HeadPlan
     prompt: str
+    apply_chat_template: Annotated[bool, Option("the prompt as a user's message, in the tokenizer's chat template")] = (
+        False
+    )
     max_new_tokens: Annotated[int, Option("most tokens to generate", least=1)] = 64
     prefill_chunk: Annotated[
         int | None,
@@ -208,7 +212,30 @@ class GenerateConfig:
             raise PlanError(f"`plan={reprlib.repr(self.plan)}` is no HeadPlan. Read it with load_plan")
 
     def prompt_ids(self, identity: ModelIdentity) -> tuple[int, ...]:
-        return tuple(identity.tokenizer(self.prompt)["input_ids"])
+        """Return the tokens of the prompt."""
+        tokenizer = identity.tokenizer
+        if not self.apply_chat_template:
+            return tuple(tokenizer(self.prompt)["input_ids"])
+        if not tokenizer.chat_template:
+            raise ModelLoadError(
+                f"the tokenizer of {identity.name} has no chat template. Load a chat model, or leave out "
+                "`apply_chat_template`"
+            )
+        from jinja2.exceptions import TemplateError
+
+        message = [{"role": "user", "content": self.prompt}]
+        try:
+            written = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        except (
+            ValueError,
+            TypeError,
+            TemplateError,
+        ) as problem:  # several templates without a default, or a broken one
+            raise ModelLoadError(
+                f"the chat template of {identity.name} cannot be used: {first_line(problem)}. Correct it, or leave out "
+                "`apply_chat_template`"
+            ) from problem
+        return tuple(tokenizer(written, add_special_tokens=False)["input_ids"])  # the template has the special tokens
 
     def longest(self, identity: ModelIdentity) -> int:
         """Return the length of the whole text."""

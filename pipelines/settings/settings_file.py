@@ -8,7 +8,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from headscan.errors import HeadscanError
+from headscan.errors import HeadscanError, one_line
 from headscan.options import without_none
 
 
@@ -17,9 +17,9 @@ def settings_file(path: str | Path, error: type[HeadscanError]) -> dict[str, Any
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.safe_load(Path(path).read_bytes())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as problem:
-        what = problem.strerror if isinstance(problem, OSError) else " ".join(str(problem).split())
+        what = problem.strerror if isinstance(problem, OSError) else one_line(problem)
         raise error(f"{path} cannot be read: {what}. Give a YAML or JSON file") from problem
     if not isinstance(content, dict):
         raise error(f"{path} holds no settings. Write lines such as `model: demo`")

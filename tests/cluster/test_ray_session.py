@@ -14,6 +14,7 @@ from collections import namedtuple
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ from headscan.model_spec import ModelSpec
 from tests.cluster import tasks
 from tests.cluster.conftest import ray_nodes
 from tests.cluster.tasks import Job
-from tests.cluster.test_worker_faults import quiet_values
+from tests.cluster.test_worker_faults import quiet_values, wait_for
 from tests.sources import ROOT
 
 Usage = namedtuple("Usage", "total used free")
@@ -42,10 +43,11 @@ class FailingRay:
     def __init__(self, *failures: Exception) -> None:
         self.failures, self.starts, self.shutdowns = list(failures), 0, 0
 
-    def init(self, **options: Any) -> None:
+    def init(self, **options: Any) -> SimpleNamespace:
         self.starts += 1
         if self.failures:
             raise self.failures.pop(0)
+        return SimpleNamespace(address_info={"session_dir": "/nowhere"})
 
     def shutdown(self) -> None:
         self.shutdowns += 1
@@ -165,8 +167,9 @@ def test_a_local_ray_has_the_gpus_with_most_room(
     found = []
 
     class Recording(IdleRay):
-        def init(self, **options: Any) -> None:
+        def init(self, **options: Any) -> SimpleNamespace:
             found.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+            return super().init(**options)
 
     monkeypatch.setitem(sys.modules, "ray", Recording(connected=False))
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
@@ -227,7 +230,90 @@ def test_a_session_that_cannot_watch_its_ray_ends_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ray_session, "OrphanWatch", watch)
     with pytest.raises(OSError, match="no more processes"):
         ray_session.RaySession(1)
-    assert (ray.starts, ray.shutdowns) == (1, 1)
+    assert (ray.starts, ray.shutdowns) == (0, 0)
+
+
+def test_a_watch_ends_with_a_failed_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray, marks = IdleRay(connected=False), set(os.environ)
+    ray.failures = [OSError("AF_UNIX path length")]
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    before = psutil.Process().children()
+    with pytest.raises(PlacementError, match="Set TMPDIR to a shorter path"):
+        ray_session.RaySession(1)
+    assert psutil.Process().children() == before and "HEADSCAN_LOCAL_RAY" not in {*os.environ} - marks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_a_command_that_is_killed_while_ray_starts_leaves_nothing(seed: int) -> None:
+    """The moment is random, from the start of Ray's first process to some time after the start of the agents."""
+    code = "from headscan.cluster.ray_session import RaySession; import time; RaySession(1); time.sleep(600)"
+    command = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    rng, started = Random(seed), dict[int, psutil.Process]()
+
+    def seen(name: str) -> bool:
+        started.update({process.pid: process for process in psutil.Process(command.pid).children(recursive=True)})
+        found = []
+        for process in started.values():
+            with suppress(psutil.Error):
+                found.append(" ".join(process.cmdline()))
+        return any(name in line for line in found)
+
+    wait_for(lambda: seen("gcs_server" if seed == 0 else "agent"), "Ray does not start", 120)
+    deadline = time.monotonic() + rng.uniform(0, 2)
+    while time.monotonic() < deadline:
+        seen("agent")
+    seen("agent")
+    command.send_signal(signal.SIGKILL)
+    command.wait()
+    _, left = psutil.wait_procs(list(started.values()), timeout=20)
+    assert not left
+
+
+class DyingWorker:
+    """A worker whose process ends before its first heartbeat."""
+
+    def __init__(self, spec: ModelSpec, target: str, threads: int) -> None:
+        print("cannot open shared library libgpu.so", file=sys.stderr, flush=True)
+        os._exit(7)
+
+    def beat(self) -> str:
+        return "never"
+
+
+class DyingPool(RayPool):
+    worker = DyingWorker
+
+
+class RefusingWorker(DyingWorker):
+    """A worker that raises an error of its own before its first heartbeat."""
+
+    def __init__(self, spec: ModelSpec, target: str, threads: int) -> None:
+        raise RuntimeError("the driver is too old")
+
+
+class RefusingPool(RayPool):
+    worker = RefusingWorker
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(DyingPool, "cannot open shared library libgpu.so"), (RefusingPool, "RuntimeError: the driver is too old")],
+)
+def test_a_replica_that_never_starts_shows_the_last_lines_of_its_worker(
+    spec: ModelSpec, tmp_path: Path, kind: type[RayPool], words: str
+) -> None:
+    with (
+        kind(spec, WholePlacement(1, "cpu", 1)) as pool,
+        pytest.raises(
+            PlacementError, match=rf"^a replica failed to start 3 times: .* Its last lines: .*{words}"
+        ) as error,
+    ):
+        list(pool.map(tasks.measure, [Job(0, str(tmp_path))]))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 800
 
 
 @pytest.mark.slow

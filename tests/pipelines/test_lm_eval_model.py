@@ -93,3 +93,32 @@ def test_arguments_that_do_not_go_together(spec: ModelSpec) -> None:
     ):
         with pytest.raises(HeadscanError, match=problem):
             HeadscanModel(spec.source, **arguments)
+
+
+def test_arguments_of_other_models_of_lm_eval_are_one_line(spec: ModelSpec) -> None:
+    for words, problem in (
+        (
+            "load_in_4bit=True",
+            r"no argument load_in_4bit=True \(limit pretrained, heads, .*\)\. Save the quantised model",
+        ),
+        ("peft=adapter", "no argument peft='adapter' .* Merge the adapter"),
+        ("parallelize=True", "the placement is automatic"),
+        ("attn_implementation=eager", "headscan chooses the attention"),
+        ("thresold=0.5", r"Did you mean threshold\?"),
+        ("subfolder=x", "Leave it out$"),
+        ("dtype=int4", "`dtype='int4'` is unknown"),
+        ("rule=entropy,threshold=high", "`threshold='high'` is not a number"),
+        ("batch_tokens=many", "`batch_tokens='many'` is not a whole number"),
+        ("bos=True", "`bos=True`. Choose auto or always or never"),
+        ("heads=3", "`heads=3` names no heads"),
+        ("trust_remote_code=maybe", "`trust_remote_code='maybe'` is not True or False"),
+        ("mask=7", "cannot read the heads of 7"),
+        ("plan=7", "cannot read 7"),
+    ):
+        with pytest.raises(HeadscanError, match=problem) as found:
+            get_model("headscan").create_from_arg_string(f"pretrained={spec.source},{words}", {"batch_size": 1})
+        assert "\n" not in str(found.value)
+    with pytest.raises(HeadscanError, match="`pretrained` is missing"):
+        get_model("headscan").create_from_arg_string("dtype=float32", {})
+    with pytest.raises(HeadscanError, match="no model"):
+        get_model("headscan").create_from_arg_string("pretrained=77", {})

@@ -183,6 +183,9 @@ def test_tables_as_rlkv_and_prulong_write_them(tmp_path: Path) -> None:
         csv.writer(file, delimiter="\t").writerows([[0.0, 0.0], [1.0, 0.0]])
     prulong = read_pattern(tmp_path / "masks_sp0.75.tsv")
     assert (prulong.format, prulong.sparsity, prulong.stated_window_heads) == ("prulong", 0.75, 3)
+    for encoding in ("utf-8-sig", "utf-16"):
+        (tmp_path / "masks_sp0.75.tsv").write_text("0.0\t0.0\n1.0\t0.0\n", encoding=encoding)
+        assert read_pattern(tmp_path / "masks_sp0.75.tsv").keep.tolist() == prulong.keep.tolist()
 
 
 HALF = [[1, 1, 1, 0], [1, 1, 1, 0]]  # two of eight heads keep little by the usual polarity

@@ -112,7 +112,11 @@ def test_heads_without_a_part_of_the_cache_are_protected(tmp_path: Path) -> None
         assert row.saved_bytes == 64 * (row.tokens - SINK - RECENT)
     for words in (r"4 KV heads are protected: .* \(MLA\)", "2 .* an earlier layer", "2 .* in chunks"):
         assert any(re.search(words, note) for note in plan.notes), words
-    assert load_plan(plan.save(tmp_path / "head_plan.json")) == plan
+    path = plan.save(tmp_path / "head_plan.json")
+    assert load_plan(path) == plan
+    for encoding in ("utf-8-sig", "utf-16"):
+        (tmp_path / "marked.json").write_text(path.read_text("utf-8"), encoding=encoding)
+        assert load_plan(tmp_path / "marked.json") == plan
     bent = dataclasses.replace(plan.heads[-1], action="window", head_class="streaming", sink=SINK, recent=RECENT)
     with pytest.raises(PlanError, match="layer 3, KV head 1 contradicts itself"):
         dataclasses.replace(plan, heads=(*plan.heads[:-1], bent))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import re
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoTokenizer, DynamicCache
 from transformers.cache_utils import Cache
 
 import headscan
@@ -20,7 +23,10 @@ from headscan.pipelines.cli.main import main
 from headscan.pipelines.kv import run_generate as pipeline
 from headscan.pipelines.kv.plan_arms import KeptHeads
 from headscan.pipelines.kv.run_generate import Generated, GenerationTask, compare_generation
+from headscan.pipelines.runs.model_identity import identify
+from headscan.pipelines.settings.saving_settings import GenerateConfig
 from tests.headscan.kv.cache_plans import NARROW, random_plan
+from tests.pipelines.cli.test_cli import fails
 from tests.pipelines.conftest import TEXTS, make_tokenizer
 from tests.pipelines.kv.kv_plans import model_of, plan_for
 from tests.pipelines.scoring.test_eviction import greedy
@@ -73,6 +79,47 @@ def test_both_texts_are_printed_with_their_costs(
         assert lines[5] == f"the texts differ from token {different + 1} on"
         assert len(written) == 2 and written[0] != written[1]
         assert written[0].strip() and printed[-1].split("--- full")[1] == printed[0].split("--- full")[1]
+
+
+def test_a_chat_template_and_standard_input(
+    spec: ModelSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt of a chat is the message in the tokenizer's own template."""
+    folder = shutil.copytree(spec.source, tmp_path / "chat")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}it:{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    lm, chat, plan = headscan.load(folder), ModelSpec(str(folder)), tmp_path / "p.json"
+    plan_for(model_of(chat, lm), 0).save(plan)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": TEXTS[2]}], add_generation_prompt=True, return_dict=True
+    )["input_ids"]
+    config = GenerateConfig(chat, plan_for(model_of(chat, lm), 0), TEXTS[2], apply_chat_template=True)
+    assert config.prompt_ids(identify(chat)) == tuple(ids)
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXTS[2].encode(encoding))))
+        assert main(command(chat, plan, Path("-"), "--apply-chat-template")) == 0
+        assert capsys.readouterr().out.startswith(f"prompt of {len(ids)} tokens, ")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("é".encode("latin-1"))))
+    fails(capsys, command(spec, plan, Path("-")), "cannot read standard input ('utf-8' codec can't decode byte 0xe9")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"some text")))
+    fails(
+        capsys,
+        command(spec, plan, Path("-"), "--apply-chat-template"),
+        "has no chat template. Load a chat model, or leave out --apply",
+    )
+    tokenizer.chat_template = "{{ raise_exception('no ' * 300) }}"
+    tokenizer.save_pretrained(folder)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"some text")))
+    fails(
+        capsys,
+        command(chat, plan, Path("-"), "--apply-chat-template"),
+        "cannot be used: no no no",
+        "Correct it, or leave out --apply-chat-template",
+    )
 
 
 def test_a_plan_of_full_heads_writes_the_same_text(

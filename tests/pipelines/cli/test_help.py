@@ -82,6 +82,9 @@ def test_options_stand_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
         direct.out,
     )
     assert verb.recall.asked is direct.recall.asked is False
+    for encoding in ("utf-8-sig", "utf-16"):
+        (tmp_path / "marked.yaml").write_text(file.read_text("utf-8"), encoding=encoding)
+        assert main.read_command(["prune", "--config-file", str(tmp_path / "marked.yaml")]).size == direct.size
     assert main.read_command(["prune", "--config-file", str(file), "--shares", "0.1,0.2"]).size.shares == (0.1, 0.2)
     for text, problem in (
         ("shar: 1", "unknown option 'shar'; did you mean share, shares?"),

@@ -366,3 +366,49 @@ def test_line_ends_of_windows_are_line_feeds(tmp_path: Path, monkeypatch: pytest
     for size in range(1, 22):
         monkeypatch.setattr(documents, "PIECE_BYTES", size)
         assert "".join(documents.decoded(tmp_path / "a.txt")) == "one\ntwo\nthree\nfour\n"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+def test_files_with_a_byte_order_mark_are_read(tmp_path: Path, encoding: str) -> None:
+    lines = ["ada café one", "bo naïve two"]
+    objects = [{"text": line} for line in lines]
+    files = {
+        "a.txt": "\n".join(lines),
+        "b.jsonl": "\n".join(json.dumps(each, ensure_ascii=False) for each in objects),
+        "c.json": json.dumps(objects, ensure_ascii=False),
+        "d.json": "\n".join(json.dumps(each, ensure_ascii=False) for each in objects),
+        "e.csv": "\n".join(["text,n", *(f"{line},1" for line in lines)]),
+        "f.tsv": "\n".join(["text\tn", *(f"{line}\t1" for line in lines)]),
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_bytes(text.encode(encoding))
+    documents = read(tmp_path)
+    assert texts(documents) == ["\n".join(lines), *lines * 5] and not problems(documents)
+
+
+def test_a_line_that_breaks_the_encoding_of_the_mark_ends_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes('{"text": "one"}\n{"text": "two"}'.encode("utf-16")[:-1])
+    documents = read(tmp_path / "a.jsonl")
+    assert documents[0].text is None or documents[0].text == "one"
+    assert problems(documents)[-1][1] == "undecodable" and "damaged after line" in documents[-1].detail
+
+
+BYTES = [b"ada counts", "bo café".encode(), b"\xff\xd8 a picture", None]
+
+
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary()])
+def test_bytes_of_a_parquet_column_are_text_if_nothing_else_is(tmp_path: Path, kind: pa.DataType) -> None:
+    bytes_, words = pa.array(BYTES, kind), list("abcd")
+    for name, columns in (("only", {"content": bytes_}), ("named", {"text": bytes_, "title": words})):
+        documents = read(write_parquet(tmp_path / f"{name}.parquet", **columns))
+        assert texts(documents) == ["ada counts", "bo café", None, None]
+        assert [kind for _, kind in problems(documents)] == ["undecodable", "empty"]
+        assert documents[2].detail.endswith("is not UTF-8 at byte 0")
+    image = write_parquet(tmp_path / "image.parquet", image=bytes_, caption=words)
+    assert texts(read(image)) == words
+    assert texts(read(image, column="image"))[:2] == ["ada counts", "bo café"]
+    two = write_parquet(tmp_path / "two.parquet", a=bytes_, b=bytes_)
+    with pytest.raises(
+        CorpusError, match=r"several string columns and none named 'text'. Choose one of its columns: a, b"
+    ):
+        read(two)

@@ -87,6 +87,17 @@ def test_log_likelihoods_are_those_of_lm_eval(spec: ModelSpec, batch_tokens: int
     assert len(adapter.truncated) == 1
 
 
+def test_a_request_without_tokens_names_its_task_and_document(spec: ModelSpec) -> None:
+    adapter = HeadscanLM(identify(spec), bos="never")
+    with pytest.raises(
+        HarnessError, match=r"^task task, document 1: cannot score '', which has 0 tokens \(limits 1 and"
+    ):
+        adapter.loglikelihood(requests([("ada", " 2"), ("bo counts", "")]))
+    asked = Instance("generate_until", {}, ("", {"until": ["x"]}), 0, ("telling", 7, 1))
+    with pytest.raises(HarnessError, match=r"^task telling, document 7: the prompt has 0 tokens \(limit 1\)"):
+        adapter.generate_until([asked])
+
+
 @pytest.mark.parametrize(
     "ablated",
     [

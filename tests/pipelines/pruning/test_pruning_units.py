@@ -117,6 +117,8 @@ def test_imported_lists(tmp_path: Path) -> None:
     for content in ([[2, 1], [0, 3]], {"heads": [[2, 1], [0, 3]]}):
         path.write_text(json.dumps(content))
         assert imported_heads(path) == [(2, 1), (0, 3)]
+        path.write_text(json.dumps(content), encoding="utf-16")
+        assert imported_heads(path) == [(2, 1), (0, 3)]
     for content, words in (([], "names 0 heads"), ([[1]], r"\[1\] is no head"), ([[1, "2"]], "is no head"), (3, "0")):
         path.write_text(json.dumps(content))
         with pytest.raises(PruningError, match=words):

@@ -7,13 +7,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from random import Random
 from statistics import mean
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from headscan.analysis.verdicts.decision import Outcome
@@ -24,6 +25,7 @@ from headscan.analysis.verdicts.scope_verdicts import RecallVerdict, least_quest
 from headscan.catalog import RECALL_FAMILIES, RecallFamily, recall_family
 from headscan.checkpoints.sources import load_tokenizer
 from headscan.errors import NotFiniteError, UnknownNameError
+from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusError
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.runs.model_identity import ModelIdentity
@@ -42,7 +44,9 @@ from headscan.pipelines.scoring.recall_tasks import (
 from headscan.pipelines.scoring.token_requests import LogLikelihood, Request
 from headscan.pipelines.settings.evaluation_settings import RecallError, RecallQuestions
 from headscan.pipelines.study.study_answer import ABLATED, Saving, StudyAnswer
+from tests.pipelines.cli.test_cli import fails
 from tests.pipelines.conftest import make_tokenizer
+from tests.small_models import make_model
 
 SMALL = RecallQuestions(questions=8)
 
@@ -424,9 +428,41 @@ def test_tokenizers_that_cannot_write_the_questions_are_refused() -> None:
     with pytest.raises(RecallError, match=r"words with different tokens among Adam, Alice, Andrew, .*: 0 .at least"):
         recall_questions(word_tokenizer(["a"]), SMALL, 512, bos="auto")
     few = word_tokenizer([*KEYS[:4], *VALUES[:4]])
-    with pytest.raises(RecallError, match="printable tokens of the tokenizer: 8"):
+    with pytest.raises(
+        RecallError, match=r"does not fit recall tasks: 8 printable tokens \(at least 24 for copying\)$"
+    ):
         recall_questions(few, SMALL, 512, bos="auto")
     with pytest.raises(RecallError, match=r"neither BOS nor EOS. Use `bos=auto`"):
         recall_questions(few, SMALL, 512, bos="always")
     with pytest.raises(CorpusError, match="`bos='sometimes'` is unknown"):
         recall_questions(few, SMALL, 512, bos="sometimes")
+
+
+def dna_tokenizer() -> PreTrainedTokenizerFast:
+    """A vocabulary of four letters, as models of DNA have."""
+    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(("<s>", "<unk>", *"ACGT"))}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", unk_token="<unk>")
+
+
+def test_a_vocabulary_of_letters_is_refused_with_the_option_of_each_verb(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, store = tmp_path / "dna", ["--store", str(tmp_path / "s.duckdb")]
+    make_model("llama", vocabulary=6).save_pretrained(folder)
+    dna_tokenizer().save_pretrained(folder)
+    (tmp_path / "texts").mkdir()
+    for number in range(8):
+        (tmp_path / "texts" / f"{number}.txt").write_text("ACGGT"[number % 5 :] * 200 + "ACGT" * number)
+    on_texts = [str(folder), "--corpus", str(tmp_path / "texts"), *store, "--device", "cpu"]
+    misfit = "the tokenizer does not fit recall tasks: words with different tokens among Adam"
+    importance = ["importance", *on_texts, "--recall-prompts", "4", "--max-tokens", "64", "--limit-sequences", "4"]
+    fails(capsys, importance, misfit, "Set --recall-prompts to 0")
+    fails(capsys, ["plan", *on_texts, "--method", "measured"], misfit, "Set --recall-prompts to 0")
+    probe = ["probe", str(folder), *store, "--device", "cpu"]
+    fails(
+        capsys, probe, "of 99 tokens of the needle ' The baker on Linden", "Leave retrieval_score out of --behaviours"
+    )
+    probe += ["--behaviours", "induction_score"]
+    fails(capsys, probe, "25 (limit 4", "Lower --repeated-tokens")
+    assert main([*probe, "--repeated-tokens", "4"]) == 0
