@@ -33,7 +33,7 @@ from headscan.attention.hooks import (
 )
 from headscan.errors import HeadscanError, InterventionError, UnsupportedModelError
 from headscan.grid import AttentionSite, HeadGrid
-from headscan.models.forward_inputs import input_device, run_forward
+from headscan.models.forward_inputs import batch_kwargs, input_device, real_tokens, run_forward
 from headscan.models.model_facts import MODEL_ERRORS, raise_if_out_of_memory, typed_line
 
 #: Tokens of the probe, and of its encoder; the numbers must differ.
@@ -53,21 +53,19 @@ def discover(model: PreTrainedModel) -> HeadGrid:
             if _is_projection(module):
                 cleanup.callback(module.register_forward_pre_hook(probe.projection_called).remove)
         cleanup.enter_context(Interceptor(partial(probe.attend, by_interface=False), names, lambda *_: 2))
-        _read_probe(model)
+        _run(model, _probe_inputs(model))
     probe.complain_if_open()
     if not probe.sites:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no softmax attention heads. Load a model that has some"
         )
-    grid = _grid(probe, model)
-    _check_outputs(model, grid, [site.output_projection for site in probe.sites])
-    return grid
+    return _checked(model, _grid(probe, model), probe.unread)
 
 
-def _read_probe(model: PreTrainedModel) -> None:
+def _run(model: PreTrainedModel, inputs: dict[str, Tensor]) -> None:
     try:
         with torch.no_grad():
-            run_forward(model, _probe_inputs(model))
+            run_forward(model, inputs)
     except HeadscanError:
         raise
     except (*MODEL_ERRORS, ImportError) as problem:
@@ -77,38 +75,93 @@ def _read_probe(model: PreTrainedModel) -> None:
         ) from problem
 
 
-def _check_outputs(model: PreTrainedModel, grid: HeadGrid, projections: list[str]) -> None:
-    """Raise if headscan's attention differs from the model's own."""
-    own = _projected(model, projections)
-    with ExitStack() as hooks:
-        for seen in (grid, *grid.others):
-            hooks.enter_context(visited_attention(model, seen, lambda *_: None))
-        outputs = _projected(model, projections)
+def _checked(model: PreTrainedModel, grid: HeadGrid, unread: tuple[str, ...] = ()) -> HeadGrid:
+    """Return the grid under which headscan computes the attention of the model itself.
+
+    Some models attend otherwise under an attention name that they do not know: they hand chosen keys to the attention
+    function as ``unread`` tensors instead of masking the others, or need masks of one form. Their own attention runs
+    while a hook is open, and its operations are intercepted.
+    """
+    own = _intercepted(grid)
+    tried = [own] if unread else [grid] if own == grid else [grid, own]
+    first_problem: UnsupportedModelError | None = None
+    for each in tried:
+        try:
+            _check_outputs(model, each)
+        except UnsupportedModelError as problem:
+            first_problem = first_problem or problem
+        else:
+            return each
+    assert first_problem is not None
+    raise first_problem
+
+
+def _intercepted(grid: HeadGrid) -> HeadGrid:
+    """Return the grid with all attention calls intercepted."""
+    sites = tuple(replace(site, by_interface=False) for site in grid.sites)
+    return replace(grid, sites=sites, others=tuple(map(_intercepted, grid.others)))
+
+
+def _check_outputs(model: PreTrainedModel, grid: HeadGrid, tokens: int = _TOKENS) -> None:
+    """Raise if headscan's attention differs from the model's own on a padded text, at one kind of site or at all."""
+    grids = (grid, *grid.others)
+    masked, plain = (_padded_inputs(model, grid, tokens, masks=masks) for masks in (True, False))
+    own = _projected(model, grids, tokens, masked, ())
     exact = model.dtype in (torch.float32, torch.float64)
-    for place, name in enumerate(projections):
-        error = (outputs[name] - own[name]).norm() / own[name].norm().clamp_min(1e-12)
-        # In half precision the two round differently. The differences grow over the layers, and one can send a token to
-        # another expert, so only the first layer has a tight bound.
-        bound = 1e-3 if exact else 0.25 if place else 4 * torch.finfo(model.dtype).eps
-        if error > bound:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} has an unsupported kind of attention: the input of {name} "
-                f"differs by {float(error):.1%} (limit {bound:.1%}) from softmax attention. Load another model"
-            )
+    passes = [(masked, grids)] if masked.keys() == plain.keys() else [(masked, grids), (plain, grids)]
+    if len(grids) > 1:
+        passes += [(plain, (each,)) for each in grids]
+    for inputs, watched in passes:
+        outputs = _projected(model, grids, tokens, inputs, watched)
+        for place, (name, expected) in enumerate(own.items()):
+            error = (outputs[name] - expected).norm() / expected.norm().clamp_min(1e-12)
+            # In half precision the two round differently. The differences grow over the layers, and one can send a
+            # token to another expert, so only the first layer has a tight bound.
+            bound = 1e-3 if exact else 0.25 if place else 4 * torch.finfo(model.dtype).eps
+            if not error <= bound:
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} has an unsupported kind of attention: the input of {name} "
+                    f"differs by {float(error):.1%} (limit {bound:.1%}) from softmax attention. Load another model"
+                )
 
 
-def _projected(model: PreTrainedModel, projections: list[str]) -> dict[str, Tensor]:
-    """Return the input of each projection in the probe, flat, float32."""
+def _projected(
+    model: PreTrainedModel,
+    grids: tuple[HeadGrid, ...],
+    tokens: int,
+    inputs: dict[str, Tensor],
+    watched: tuple[HeadGrid, ...],
+) -> dict[str, Tensor]:
+    """Return the real tokens of the input of each projection, float32, by name, in order of the layers, while the
+    attention of ``watched`` grids is headscan's. Raise if an attention call of theirs is not seen exactly once.
+    """
     given: dict[str, Tensor] = {}
+    calls: list[tuple[str, int, int]] = []
+
+    def keep(kind: str, name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
+        real = real_tokens(*_lengths(kind, tokens)).to(args[0].device)
+        given[name] = args[0].detach().reshape(*real.shape, -1)[real].float()
+
+    def count(site: AttentionSite, call: AttentionCall) -> None:
+        calls.append((site.path, call.num_attention_heads, call.value_dim))
+
     with ExitStack() as cleanup:
-        for name in projections:
-
-            def keep(_: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
-                given[name] = args[0].detach().flatten().float()
-
-            cleanup.callback(model.get_submodule(name).register_forward_pre_hook(keep).remove)
-        _read_probe(model)
-    return given
+        for grid in grids:
+            for site in grid.sites:
+                projection = model.get_submodule(site.output_projection)
+                hook = partial(keep, grid.kind, site.output_projection)
+                cleanup.callback(projection.register_forward_pre_hook(hook).remove)
+        for grid in watched:
+            cleanup.enter_context(visited_attention(model, grid, count))
+        _run(model, inputs)
+    for site in (site for grid in watched for site in grid.sites):
+        if calls.count((site.path, site.num_attention_heads, site.value_dim)) != 1:
+            own = model.config._attn_implementation
+            raise UnsupportedModelError(
+                f"the attention of {site.path} cannot be seen under `attn_implementation={own!r}`. Load the model with "
+                "`attn_implementation='sdpa'` or 'eager', or another model"
+            )
+    return {site.output_projection: given[site.output_projection] for grid in grids for site in grid.sites}
 
 
 def _probe_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -118,6 +171,29 @@ def _probe_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     if model.config.is_encoder_decoder:
         return {"input_ids": ids, "decoder_input_ids": ids[:, :_TOKENS]}
     return {"input_ids": ids[:, :_TOKENS]}
+
+
+def _lengths(kind: str, tokens: int) -> tuple[Tensor, int]:
+    """Return the lengths (2,) of a padded text at a kind of site, and its width."""
+    width = tokens + (_ENCODER_TOKENS - _TOKENS) * (kind == "encoder")
+    return torch.tensor([width, width // 2]), width
+
+
+def _padded_inputs(model: PreTrainedModel, grid: HeadGrid, tokens: int, *, masks: bool) -> dict[str, Tensor]:
+    """Return two sequences of which the second is padded on the right, with all padding masks, or with those alone that
+    `batch_kwargs` gives.
+    """
+    device, vocabulary = input_device(model), model.config.get_text_config().vocab_size
+    both = model.config.is_encoder_decoder
+    lengths, width = _lengths("encoder" if both else "self", tokens)
+    # Ids that repeat late: a text of equal tokens would hide which keys a query sees.
+    ids = ((torch.arange(2 * width, device=device) * 7 % 61) + 5).reshape(2, width) % vocabulary
+    decoder_ids = ids[:, :tokens] if both else None
+    causal = not both and not masks and grid.predicts_next_token
+    inputs = batch_kwargs(ids, lengths.to(device), causal=causal, decoder_input_ids=decoder_ids)
+    if both and masks:
+        inputs["decoder_attention_mask"] = real_tokens(*_lengths("self", tokens)).long().to(device)
+    return inputs
 
 
 def _is_projection(module: nn.Module) -> bool:
@@ -133,6 +209,8 @@ class _Probe:
         self.names = names
         self.sites: list[AttentionSite] = []
         self.named_windows = True
+        #: Names of tensors that an attention function of headscan does not read.
+        self.unread: tuple[str, ...] = ()
         #: An attention call whose projection has not run yet: module, call, ablated head, by interface.
         self._open: tuple[nn.Module, AttentionCall, int, bool] | None = None
         self._mixed = False
@@ -202,6 +280,7 @@ class _Probe:
             )
         if by_interface and isinstance(call, ScoredCall):
             self.named_windows &= window_is_named(call)
+            self.unread = self.unread or call.unread
         kind = "cross" if call.geometry.cross else "encoder" if call.geometry.queries == _ENCODER_TOKENS else "self"
         layer = _layer(path, module, sum(site.kind == kind for site in self.sites))
         heads = getattr(module, "headscan_heads", None)
