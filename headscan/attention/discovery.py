@@ -8,6 +8,7 @@ an unsupported kind, and the model is refused.
 
 from __future__ import annotations
 
+import logging
 import re
 from contextlib import ExitStack
 from dataclasses import replace
@@ -31,17 +32,52 @@ from headscan.attention.hooks import (
     visited_attention,
     window_is_named,
 )
+from headscan.attention.small_copy import names_windows, small_copy
 from headscan.errors import HeadscanError, InterventionError, UnsupportedModelError
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.models.forward_inputs import batch_kwargs, input_device, real_tokens, run_forward
 from headscan.models.model_facts import MODEL_ERRORS, raise_if_out_of_memory, typed_line
 
+_log = logging.getLogger("headscan")
+
 #: Tokens of the probe, and of its encoder; the numbers must differ.
 _TOKENS, _ENCODER_TOKENS = 4, 5
+#: Tokens of a text that is longer than every window of a small copy.
+_LONG = 80
+#: Parameters of a model whose passes may take as long as a small copy of it.
+_LARGE = 100_000_000
 
 
 def discover(model: PreTrainedModel) -> HeadGrid:
-    """Find every attention and its output projection."""
+    """Find every attention and its output projection.
+
+    A long padded text is checked on a small copy of a model whose passes take time, or that has windows.
+    """
+    grid, unread = _found(model)
+    may_differ = model.num_parameters() > _LARGE or names_windows(model.config.to_dict())
+    small = _found_small(model) if may_differ else None
+    if small is None:
+        return _checked(model, grid, unread, _TOKENS, thorough=True)
+    grid = _checked(model, grid, unread, _TOKENS, thorough=False)
+    copied, small_grid, unread = small
+    by_interface = any(site.by_interface for each in (grid, *grid.others) for site in each.sites)
+    own = _intercepted(small_grid)
+    agreed = _checked(copied, small_grid if by_interface else own, unread, _LONG, thorough=True)
+    return _intercepted(grid) if agreed == own else grid
+
+
+def _found_small(model: PreTrainedModel) -> tuple[PreTrainedModel, HeadGrid, tuple[str, ...]] | None:
+    """Return a small copy of a model with what `_found` returns; None if it cannot be built, or is refused."""
+    small = small_copy(model)
+    try:
+        return None if small is None else (small, *_found(small))
+    except UnsupportedModelError as problem:
+        _log.debug("a small copy of %s is not checked: %s", type(model).__name__, problem)
+        return None
+
+
+def _found(model: PreTrainedModel) -> tuple[HeadGrid, tuple[str, ...]]:
+    """Return the grid of a model before it is checked, and the `unread_tensors` of its calls."""
     names = {module: name for name, module in model.named_modules()}
     if any(module in SESSIONS for module in names):
         raise InterventionError("heads cannot be discovered while a hook is open on the model. Close it first")
@@ -59,7 +95,7 @@ def discover(model: PreTrainedModel) -> HeadGrid:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no softmax attention heads. Load a model that has some"
         )
-    return _checked(model, _grid(probe, model), probe.unread)
+    return _grid(probe, model), probe.unread
 
 
 def _run(model: PreTrainedModel, inputs: dict[str, Tensor]) -> None:
@@ -75,7 +111,9 @@ def _run(model: PreTrainedModel, inputs: dict[str, Tensor]) -> None:
         ) from problem
 
 
-def _checked(model: PreTrainedModel, grid: HeadGrid, unread: tuple[str, ...] = ()) -> HeadGrid:
+def _checked(
+    model: PreTrainedModel, grid: HeadGrid, unread: tuple[str, ...], tokens: int, *, thorough: bool
+) -> HeadGrid:
     """Return the grid under which headscan computes the attention of the model itself.
 
     Some models attend otherwise under an attention name that they do not know: they hand chosen keys to the attention
@@ -87,7 +125,7 @@ def _checked(model: PreTrainedModel, grid: HeadGrid, unread: tuple[str, ...] = (
     first_problem: UnsupportedModelError | None = None
     for each in tried:
         try:
-            _check_outputs(model, each)
+            _check_outputs(model, each, tokens, thorough=thorough)
         except UnsupportedModelError as problem:
             first_problem = first_problem or problem
         else:
@@ -102,27 +140,37 @@ def _intercepted(grid: HeadGrid) -> HeadGrid:
     return replace(grid, sites=sites, others=tuple(map(_intercepted, grid.others)))
 
 
-def _check_outputs(model: PreTrainedModel, grid: HeadGrid, tokens: int = _TOKENS) -> None:
-    """Raise if headscan's attention differs from the model's own on a padded text, at one kind of site or at all."""
+def _check_outputs(model: PreTrainedModel, grid: HeadGrid, tokens: int, *, thorough: bool) -> None:
+    """Raise if headscan's attention differs from the model's own; if ``thorough``, with all padding masks and at each
+    kind of site alone, too.
+    """
     grids = (grid, *grid.others)
-    masked, plain = (_padded_inputs(model, grid, tokens, masks=masks) for masks in (True, False))
-    own = _projected(model, grids, tokens, masked, ())
-    exact = model.dtype in (torch.float32, torch.float64)
-    passes = [(masked, grids)] if masked.keys() == plain.keys() else [(masked, grids), (plain, grids)]
-    if len(grids) > 1:
+    plain, masked = (_padded_inputs(model, grid, tokens, masks=masks) for masks in (False, True))
+    passes = [(plain, grids)]
+    if thorough and len(grids) > 1:
         passes += [(plain, (each,)) for each in grids]
+    if thorough and masked.keys() != plain.keys():
+        passes.append((masked, grids))
+    own = _projected(model, grids, tokens, plain, ())
     for inputs, watched in passes:
-        outputs = _projected(model, grids, tokens, inputs, watched)
-        for place, (name, expected) in enumerate(own.items()):
-            error = (outputs[name] - expected).norm() / expected.norm().clamp_min(1e-12)
-            # In half precision the two round differently. The differences grow over the layers, and one can send a
-            # token to another expert, so only the first layer has a tight bound.
-            bound = 1e-3 if exact else 0.25 if place else 4 * torch.finfo(model.dtype).eps
-            if not error <= bound:
-                raise UnsupportedModelError(
-                    f"{type(model).__name__} has an unsupported kind of attention: the input of {name} "
-                    f"differs by {float(error):.1%} (limit {bound:.1%}) from softmax attention. Load another model"
-                )
+        if inputs is masked:
+            own = _projected(model, grids, tokens, masked, ())
+        _compare(model, own, _projected(model, grids, tokens, inputs, watched))
+
+
+def _compare(model: PreTrainedModel, own: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
+    """Raise if the inputs of a projection differ."""
+    exact = model.dtype in (torch.float32, torch.float64)
+    for place, (name, expected) in enumerate(own.items()):
+        error = (outputs[name] - expected).norm() / expected.norm().clamp_min(1e-12)
+        # In half precision the two round differently. The differences grow over the layers, and one can send a token to
+        # another expert, so only the first layer has a tight bound.
+        bound = 1e-3 if exact else 0.25 if place else 4 * torch.finfo(model.dtype).eps
+        if error > bound or (error.isnan() and expected.isfinite().all()):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has an unsupported kind of attention: the input of {name} "
+                f"differs by {float(error):.1%} (limit {bound:.1%}) from softmax attention. Load another model"
+            )
 
 
 def _projected(
