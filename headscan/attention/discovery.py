@@ -53,9 +53,10 @@ def discover(model: PreTrainedModel) -> HeadGrid:
 
     A long padded text is checked on a small copy of a model whose passes take time, or that has windows.
     """
-    grid, unread = _found(model)
     may_differ = model.num_parameters() > _LARGE or names_windows(model.config.to_dict())
+    # The copy is first, because some models change when they read a short text.
     small = _found_small(model) if may_differ else None
+    grid, unread = _found(model)
     if small is None:
         return _checked(model, grid, unread, _TOKENS, thorough=True)
     grid = _checked(model, grid, unread, _TOKENS, thorough=False)
@@ -69,11 +70,26 @@ def discover(model: PreTrainedModel) -> HeadGrid:
 def _found_small(model: PreTrainedModel) -> tuple[PreTrainedModel, HeadGrid, tuple[str, ...]] | None:
     """Return a small copy of a model with what `_found` returns; None if it cannot be built, or is refused."""
     small = small_copy(model)
+    if small is None:
+        return None
     try:
-        return None if small is None else (small, *_found(small))
+        first_hidden = _long_hidden(small)
+        grid, unread = _found(small)
+        hidden = _long_hidden(small)
     except UnsupportedModelError as problem:
         _log.debug("a small copy of %s is not checked: %s", type(model).__name__, problem)
         return None
+    if not torch.equal(hidden, first_hidden):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} attends otherwise after it has read a short text. Load it with full attention in "
+            "its configuration (`attention_type`), or another model"
+        )
+    return small, grid, unread
+
+
+def _long_hidden(small: PreTrainedModel) -> Tensor:
+    """Return the hidden states of a small copy for a text that is longer than its windows."""
+    return _run(small, _probe_inputs(small, _LONG))
 
 
 def _found(model: PreTrainedModel) -> tuple[HeadGrid, tuple[str, ...]]:
@@ -88,9 +104,15 @@ def _found(model: PreTrainedModel) -> tuple[HeadGrid, tuple[str, ...]]:
         for module in names:
             if _is_projection(module):
                 cleanup.callback(module.register_forward_pre_hook(probe.projection_called).remove)
-        cleanup.enter_context(Interceptor(partial(probe.attend, by_interface=False), names, lambda *_: 2))
+        interceptor = Interceptor(partial(probe.attend, by_interface=False), names, lambda *_: 2)
+        cleanup.enter_context(interceptor)
         _run(model, _probe_inputs(model))
     probe.complain_if_open()
+    if not probe.sites and (probe.saw_others or interceptor.seen_weights):
+        raise UnsupportedModelError(
+            f"the attention of {type(model).__name__} cannot be seen as one weight for each pair of tokens: it is local, "
+            "computed in parts or by einsum, or over more than the tokens. Load another model"
+        )
     if not probe.sites:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no softmax attention heads. Load a model that has some"
@@ -98,10 +120,12 @@ def _found(model: PreTrainedModel) -> tuple[HeadGrid, tuple[str, ...]]:
     return _grid(probe, model), probe.unread
 
 
-def _run(model: PreTrainedModel, inputs: dict[str, Tensor]) -> None:
+def _run(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
+    """Return the hidden states of a text."""
     try:
         with torch.no_grad():
-            run_forward(model, inputs)
+            hidden: Tensor = run_forward(model, inputs)[0]
+            return hidden
     except HeadscanError:
         raise
     except (*MODEL_ERRORS, ImportError) as problem:
@@ -212,13 +236,14 @@ def _projected(
     return {site.output_projection: given[site.output_projection] for grid in grids for site in grid.sites}
 
 
-def _probe_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
+def _probe_inputs(model: PreTrainedModel, tokens: int = _TOKENS) -> dict[str, Tensor]:
+    """Return two equal sequences."""
     vocabulary = model.config.get_text_config().vocab_size
     # Skip the first ids, which include padding: some models derive positions from it.
-    ids = (torch.arange(_ENCODER_TOKENS, device=input_device(model)) + 5).expand(2, -1) % vocabulary
+    ids = (torch.arange(tokens + _ENCODER_TOKENS - _TOKENS, device=input_device(model)) + 5).expand(2, -1) % vocabulary
     if model.config.is_encoder_decoder:
-        return {"input_ids": ids, "decoder_input_ids": ids[:, :_TOKENS]}
-    return {"input_ids": ids[:, :_TOKENS]}
+        return {"input_ids": ids, "decoder_input_ids": ids[:, :tokens]}
+    return {"input_ids": ids[:, :tokens]}
 
 
 def _lengths(kind: str, tokens: int) -> tuple[Tensor, int]:
@@ -259,6 +284,8 @@ class _Probe:
         self.named_windows = True
         #: Names of tensors that an attention function of headscan does not read.
         self.unread: tuple[str, ...] = ()
+        #: True if there was attention over other than the tokens.
+        self.saw_others = False
         #: An attention call whose projection has not run yet: module, call, ablated head, by interface.
         self._open: tuple[nn.Module, AttentionCall, int, bool] | None = None
         self._mixed = False
@@ -271,6 +298,7 @@ class _Probe:
         call = call.placed(causal=call.geometry.causal and not cross, cross=cross)
         out = call.output()
         if call.geometry.queries not in (_TOKENS, _ENCODER_TOKENS) or len(out) != 2:
+            self.saw_others = True
             return out  # not over tokens, but over image patches, states or experts
         self.complain_if_open()
         if not cross:
@@ -329,7 +357,10 @@ class _Probe:
         if by_interface and isinstance(call, ScoredCall):
             self.named_windows &= window_is_named(call)
             self.unread = self.unread or call.unread
-        kind = "cross" if call.geometry.cross else "encoder" if call.geometry.queries == _ENCODER_TOKENS else "self"
+        merged = call.geometry.keys == _TOKENS + _ENCODER_TOKENS
+        cross = "merged" if merged else "cross"
+        own = "encoder" if call.geometry.queries == _ENCODER_TOKENS else "self"
+        kind = cross if call.geometry.cross else own
         layer = _layer(path, module, sum(site.kind == kind for site in self.sites))
         heads = getattr(module, "headscan_heads", None)
         # Where groups differ in size, the call shows each key once per query head, and the module holds the index.
@@ -367,7 +398,7 @@ class _Probe:
 def _grid(probe: _Probe, model: PreTrainedModel) -> HeadGrid:
     """Return the sites in order, decoder self-attention first."""
     grids: list[HeadGrid] = []
-    for kind in ("self", "encoder", "cross"):
+    for kind in ("self", "merged", "encoder", "cross"):
         sites = sorted((site for site in probe.sites if site.kind == kind), key=lambda site: site.layer)
         if not sites:
             continue

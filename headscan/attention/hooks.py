@@ -217,6 +217,8 @@ class Interceptor(TorchFunctionMode):
         super().__init__()
         self._attend, self._modules, self._sequences = attend, tuple(modules), sequences
         self._running: list[nn.Module] = []
+        #: True once a module has computed a softmax with the dimensions of attention weights.
+        self.seen_weights = False
         # By id; keeping the tensor prevents that another one gets its id.
         self._weights: dict[int, Tensor] = {}
         self._hooks = ExitStack()
@@ -245,6 +247,7 @@ class Interceptor(TorchFunctionMode):
             return out
         if func in _SOFTMAX or (func in _KEEPS and args and self._is_weights(args[0])):
             self._weights[id(out)] = out
+            self.seen_weights |= out.ndim >= 4
         elif func in _MATMUL and len(args) == 2 and self._is_weights(args[0]):
             call = self._weights_call(module, args[0], args[1], out)
             if call is not None:
@@ -311,7 +314,7 @@ class _VisitorSession:
         refuse_training(module)
         if isinstance(call, ScoredCall):
             refuse_unread(call.unread)
-        call = call.placed(causal=site.causal, cross=site.kind == "cross")
+        call = call.placed(causal=site.causal, cross=site.kind in ("cross", "merged"))
         with without_autocast(call.device):
             outputs = [visitor(site, call) for visitor in self.visitors]
             computed = [output for output in outputs if output is not None]
