@@ -271,6 +271,8 @@ class ScoredCall(AttentionCall):
             sinks_BHN=self.sinks_BHN,
             numbers_with_output=any(number.with_output for number in query_numbers),
         )
+        if query_numbers and request.path == "auto" and fused.loses_weights:
+            return self._measure_blockwise(request)
         return out, CallNumbers(fused_numbers(query_numbers, fused), {}, request, self.geometry)
 
     def weights(self, position_BR: Tensor) -> Tensor:
