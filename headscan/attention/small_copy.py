@@ -28,9 +28,9 @@ _LAYERS = 2
 #: Fields that bound the keys of a query, and their value in a small copy.
 _WINDOWS = {
     r"(sliding_)?window(_size)?|sliding_window_size|attention_window(_size)?|local_attention(_window_len)?": 8,
-    r"attention_chunk_size|local_radius|keep_window_size|rel_extent|index_topk|index_kpool": 8,
+    r"attention_chunk_size|local_radius|keep_window_size|rel_extent|index_topk|index_kpool|indexer_budget": 8,
     r"index_topk_blocks": 2,
-    r"(index_|global_)?block_size": 4,
+    r"(index_|global_)?block_size|indexer_compress_ratio": 4,
 }
 #: Other fields, by the pattern of their names, and their value in a small copy; None is the number of layers.
 _SIZES: dict[str, int | None] = {
@@ -41,11 +41,11 @@ _SIZES: dict[str, int | None] = {
     r".*(intermediate_size|ffn_dim|ffn_hidden_size|intermediate_dim)(_mlp)?|d_ff|dff|dim_ff|d_inner|n_inner": _WIDTH,
     r"hidden_dim|ff_dim|mlp_(dim|hidden_size)|intra_bottleneck_size": _WIDTH,
     r"n_heads?|num_heads|(.*_)?attention_heads": _HEADS,
-    r"(mamba|linear)_(n_|num_)?(key_|value_)?heads|n_mamba_heads|index_n_heads": _HEADS,
+    r"(mamba|linear)_(n_|num_)?(key_|value_)?heads|n_mamba_heads|index(er)?_n_heads": _HEADS,
     r"(swa_|global_)?num_(global_|swa_)?(key_value|kv)_heads|kv_n_heads": _HEADS // 2,
+    r"qk_head_dim": 2 * _HEAD,
     r"(.*_)?head_dim|d_kv|d_head|kv_channels|attention_head_size|dim_head|head_size|d_rel|mamba_d_head": _HEAD,
-    r"qk_rope_head_dim|rotary_dim|index_rope_head_dim|hidden_size_per_layer_input": _HEAD // 2,
-    r"qk_head_dim": _HEAD + _HEAD // 2,
+    r"rotary_dim|hidden_size_per_layer_input": _HEAD // 2,
     r"(mamba_)?(d|ssm)_state(_size)?|state_size|mamba_headdim": _HEAD,
     r"(q|kv|o|qk)_lora_rank|ffn_embedding_rank|laurel_rank|hc_lowrank|embedding_rank|gated_norm_rank": _HEAD,
     # Every token uses every expert, so that rounding cannot choose another one.
