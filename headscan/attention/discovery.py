@@ -2,8 +2,9 @@
 
 The pass runs two equal sequences. In the second, one head is ablated at the attention itself; the projection whose
 input lacks exactly that head is the output projection. A model that mixes its heads in between is therefore refused.
-Two more passes, one with the model's own attention and one with headscan's, must agree; otherwise the attention is of
-an unsupported kind, and the model is refused.
+Passes with the model's own attention and with headscan's must then agree. If they do not, the model attends otherwise
+under headscan's name: it keeps its own attention, whose operations are intercepted. If those disagree too, the
+attention is of an unsupported kind, and the model is refused.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ def _found(model: PreTrainedModel) -> tuple[HeadGrid, tuple[str, ...]]:
     probe.complain_if_open()
     if not probe.sites and (probe.saw_others or interceptor.seen_weights):
         raise UnsupportedModelError(
-            f"the attention of {type(model).__name__} cannot be seen as one weight for each pair of tokens: it is local, "
-            "computed in parts or by einsum, or over more than the tokens. Load another model"
+            f"the attention of {type(model).__name__} cannot be seen as one weight for each pair of tokens: it is "
+            "local, computed in parts or by einsum, or over more than the tokens. Load another model"
         )
     if not probe.sites:
         raise UnsupportedModelError(

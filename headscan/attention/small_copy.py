@@ -1,8 +1,8 @@
 """Small copies of models: the same code with narrow layers, few of each type, and windows of a few tokens.
 
 Whether a model attends as headscan measures can depend on the length of the text: sliding windows, chunks and the keys
-that an indexer chooses hide nothing from a short one. A window of 4,096 tokens on a large model takes minutes to pass; on
-a small copy with random weights, a text longer than every window takes milliseconds.
+that an indexer chooses hide nothing from a short one. A text longer than 4,096 tokens takes minutes on a large model.
+In a small copy with random weights, windows are a few tokens long, and a longer text takes milliseconds.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ _WINDOWS = {
 _SIZES: dict[str, int | None] = {
     r"(hidden|embedding|d_embed)(_size)?|d_model|n_embd|(word_)?embed(_proj)?_dim|dim|emb(edding)?_dim": _WIDTH,
     r"(encoder|decoder|text|out|true|attention|backbone|residual|pooler|image_text|patch_embed)_hidden_size": _WIDTH,
-    r"hidden_size_global|lru_width|entity_emb_size|projection_dim|vision_output_dim|projector_(input|output)_dim": _WIDTH,
-    r"(prediction_head|projector_hidden)_size|projection_hidden_dim|ple_embed_dim|moe_hidden_size|mamba_d_ssm": _WIDTH,
+    r"hidden_size_global|lru_width|entity_emb_size|projection_dim|vision_output_dim": _WIDTH,
+    r"projector_(input|output)_dim|(prediction_head|projector_hidden)_size": _WIDTH,
+    r"projection_hidden_dim|ple_embed_dim|moe_hidden_size|mamba_d_ssm": _WIDTH,
     r".*(intermediate_size|ffn_dim|ffn_hidden_size|intermediate_dim)(_mlp)?|d_ff|dff|dim_ff|d_inner|n_inner": _WIDTH,
     r"hidden_dim|ff_dim|mlp_(dim|hidden_size)|intra_bottleneck_size": _WIDTH,
     r"n_heads?|num_heads|(.*_)?attention_heads": _HEADS,
-    r"(mamba|linear)_(n_|num_)?(key_|value_)?heads|n_mamba_heads|index(er)?_n_heads": _HEADS,
+    r"(mamba|linear)_(n_|num_)?(key_|value_)?heads|n_mamba_heads": _HEADS,
+    r"index(er)?_n_heads": _HEADS // 2,
     r"(swa_|global_)?num_(global_|swa_)?(key_value|kv)_heads|kv_n_heads": _HEADS // 2,
     r"qk_head_dim": 2 * _HEAD,
     r"(.*_)?head_dim|d_kv|d_head|kv_channels|attention_head_size|dim_head|head_size|d_rel|mamba_d_head": _HEAD,

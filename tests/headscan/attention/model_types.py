@@ -32,19 +32,13 @@ _BASE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 20,
-        "rope_parameters": dict.fromkeys(
-            ("sliding_attention", "full_attention"),
-            {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
-        ),
+        "rope_parameters": {
+            layers: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+            for layers in ("sliding_attention", "full_attention")
+        },
     },
     "deepseek_v2": {"num_experts_per_tok": 4, "topk_group": 1, "n_group": 1},
-    "dots1": {
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 4,
-        "n_group": 1,
-        "topk_group": 1,
-    },
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1},
     "esm": {"vocab_size": 160, "pad_token_id": 1, "mask_token_id": 4, "position_embedding_type": "rotary"},
     "funnel": {"block_sizes": [1, 1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
@@ -77,6 +71,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 16},
     "hunyuan_vl": {"text_config.head_dim": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 0},
+    "minimax_m3_vl": {"text_config.layer_types": ["full_attention", "minimax_m3_sparse"]},
     "ministral": {"head_dim": 16},
     "mistral4": {"rope_parameters.partial_rotary_factor": 1.0},
     "nemotron": {"head_dim": 16},
