@@ -237,9 +237,17 @@ def _projected(
     return {site.output_projection: given[site.output_projection] for grid in grids for site in grid.sites}
 
 
+def _vocabulary(model: PreTrainedModel) -> int:
+    """Return the number of token ids; raise if the model reads none."""
+    size = getattr(model.config.get_text_config(), "vocab_size", None)
+    if size is None or not hasattr(model.get_input_embeddings(), "weight"):
+        raise UnsupportedModelError(f"{type(model).__name__} embeds no token ids. Load another model")
+    return int(size)
+
+
 def _probe_inputs(model: PreTrainedModel, tokens: int = _TOKENS) -> dict[str, Tensor]:
     """Return two equal sequences."""
-    vocabulary = model.config.get_text_config().vocab_size
+    vocabulary = _vocabulary(model)
     # Skip the first ids, which include padding: some models derive positions from it.
     ids = (torch.arange(tokens + _ENCODER_TOKENS - _TOKENS, device=input_device(model)) + 5).expand(2, -1) % vocabulary
     if model.config.is_encoder_decoder:
@@ -257,7 +265,7 @@ def _padded_inputs(model: PreTrainedModel, grid: HeadGrid, tokens: int, *, masks
     """Return two sequences of which the second is padded on the right, with all padding masks, or with those alone that
     `batch_kwargs` gives.
     """
-    device, vocabulary = input_device(model), model.config.get_text_config().vocab_size
+    device, vocabulary = input_device(model), _vocabulary(model)
     both = model.config.is_encoder_decoder
     lengths, width = _lengths("encoder" if both else "self", tokens)
     # Ids that repeat late: a text of equal tokens would hide which keys a query sees.

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headscan.models.model_facts import MODEL_ERRORS, typed_line
@@ -23,6 +24,8 @@ _log = logging.getLogger("headscan")
 #: Width of hidden states, heads and width of one in a small copy.
 _WIDTH, _HEADS, _HEAD = 64, 4, 16
 _VOCABULARY, _POSITIONS = 160, 512
+#: Most parameters of a small copy: the other towers of multimodal models may stay wide.
+_MOST = 5_000_000
 #: Layers in a small copy, and more if it needs them for one of each type.
 _LAYERS = 2
 #: Fields that bound the keys of a query, and their value in a small copy.
@@ -88,12 +91,20 @@ def small_copy(model: PreTrainedModel) -> PreTrainedModel | None:
     """Return a small copy of a model, with random float32 weights on the CPU; None if its code cannot be built small.
     Random numbers continue as before.
     """
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    build: Any = type(model)._from_config
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
-            small: PreTrainedModel = type(model)._from_config(small_config(model.config), dtype=torch.float32)
-        except (*MODEL_ERRORS, ImportError) as problem:
-            _log.debug("%s is not checked beyond its windows: %s", type(model).__name__, typed_line(problem))
+            config = small_config(model.config)
+            with torch.device("meta"):
+                parameters = build(copy.deepcopy(config)).num_parameters()
+            if parameters > _MOST:
+                _log.debug("a small copy of %s has %s parameters", type(model).__name__, f"{parameters:,}")
+                return None
+            with torch.device("cpu"):
+                small: PreTrainedModel = build(config, dtype=torch.float32)
+        except (*MODEL_ERRORS, ImportError, StrictDataclassError) as problem:
+            _log.debug("no small copy of %s can be built: %s", type(model).__name__, typed_line(problem))
             return None
         randomise(small)
     return small.eval()

@@ -27,16 +27,26 @@ _ZAMBA = {
     "num_hidden_layers": 4,
     "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
 }
+_COMPASS = {
+    "layer_types": ["sliding_attention", "full_attention"] * 20,
+    "rope_parameters": {
+        layers: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+        for layers in ("sliding_attention", "full_attention")
+    },
+}
+_QWEN4 = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+    "ple_embed_dim": 64,
+}
 #: Arguments of a type's own configuration, where its defaults do not build a model, or have no attention.
 _BASE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
-    "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention"] * 20,
-        "rope_parameters": {
-            layers: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-            for layers in ("sliding_attention", "full_attention")
-        },
-    },
+    "cohere_compass": {"text_config": _COMPASS},
+    "cohere_compass_text": _COMPASS,
     "deepseek_v2": {"num_experts_per_tok": 4, "topk_group": 1, "n_group": 1},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1},
     "esm": {"vocab_size": 160, "pad_token_id": 1, "mask_token_id": 4, "position_embedding_type": "rotary"},
@@ -45,14 +55,8 @@ _BASE: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "nemotron": {"num_key_value_heads": 8},
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"] * 24},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 4,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 256,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 4,
-        "ple_embed_dim": 64,
-    },
+    "qwen4_exp": {"text_config": _QWEN4},
+    "qwen4_exp_text": _QWEN4,
     "xmod": {"default_language": "en_XX"},
 }
 #: Changes of a type's small configuration, where its fields are tied to each other.
@@ -72,18 +76,22 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "hunyuan_vl": {"text_config.head_dim": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 0},
     "minimax_m3_vl": {"text_config.layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 16},
     "mistral4": {"rope_parameters.partial_rotary_factor": 1.0},
     "nemotron": {"head_dim": 16},
     "paddleocr_vl": _MROPE,
-    "qwen2_5_omni_thinker": _MROPE,
+    "qwen2_5_omni_thinker": {**_MROPE, "vision_start_token_id": 20},
     "qwen2_5_vl": _MROPE,
     "qwen2_vl": _MROPE,
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 20},
+    "qwen4_exp": {"text_config.indexer_head_dim": 16},
     "qwen4_exp_text": {"indexer_head_dim": 16},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 32]},
+    "step3p7": {"text_config.sliding_window": 8},
     "zamba": _ZAMBA,
-    "zamba2": {**_ZAMBA, "n_mamba_heads": 8},
+    "zamba2": {**_ZAMBA, "n_mamba_heads": 8, "hybrid_layer_ids": [1, 3], "num_mem_blocks": 1},
 }
 
 
