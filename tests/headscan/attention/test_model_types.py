@@ -30,8 +30,8 @@ from tests.small_models import make_loaded, make_model
 
 #: Tokens of the padded text, beyond every window of the small models, and of its two sequences.
 TOKENS, LENGTHS = 80, (80, 51)
-#: Types with attention of different kinds: chosen keys, masks of one form, chunks, two sequences in one softmax, learned
-#: sinks, and the plain one.
+#: Types with attention of different kinds: chosen keys, masks of one form, chunks, two sequences in one softmax,
+#: learned sinks, and the plain one.
 FAST = frozenset("deepseek_v32 nllb-moe t5gemma2 llama4_text gpt_oss llama bert minimax_m3_vl".split())
 
 #: Types that are refused, by a part of the message.
