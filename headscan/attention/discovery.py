@@ -205,7 +205,7 @@ def _projected(
     inputs: dict[str, Tensor],
     watched: tuple[HeadGrid, ...],
 ) -> dict[str, Tensor]:
-    """Return the real tokens of the input of each projection, float32, by name, in order of the layers, while the
+    """Return the real tokens of the input of each projection, float32, by name, in order of the calls, while the
     attention of ``watched`` grids is headscan's. Raise if an attention call of theirs is not seen exactly once.
     """
     given: dict[str, Tensor] = {}
@@ -234,7 +234,7 @@ def _projected(
                 f"the attention of {site.path} cannot be seen under `attn_implementation={own!r}`. Load the model with "
                 "`attn_implementation='sdpa'` or 'eager', or another model"
             )
-    return {site.output_projection: given[site.output_projection] for grid in grids for site in grid.sites}
+    return given
 
 
 def _vocabulary(model: PreTrainedModel) -> int:
