@@ -18,6 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import headscan
+from headscan.attention.cache_attention import IMPLEMENTATION as CACHE_IMPLEMENTATION
+from headscan.attention.cache_attention import register
 from headscan.attention.discovery import discover
 from headscan.attention.hooks import attention_hook
 from headscan.attention.small_copy import names_windows, small_copy
@@ -277,3 +279,7 @@ def test_tensors_that_headscan_does_not_read_are_refused() -> None:
         lm.model(ids, position_ids=torch.arange(10)[None])
         with pytest.raises(UnsupportedModelError, match="passes chosen_keys to its attention"):
             lm.model(ids, chosen_keys=torch.ones(1, 10, 4))
+    register()
+    lm.model.set_attn_implementation(CACHE_IMPLEMENTATION)
+    with pytest.raises(UnsupportedModelError, match="passes chosen_keys to its attention"):
+        lm.model(ids, chosen_keys=torch.ones(1, 10, 4))
