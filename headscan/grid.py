@@ -98,7 +98,8 @@ class AttentionSite:
     """One softmax attention of one layer.
 
     Attributes:
-        kind: ``self``; in encoder-decoders also ``encoder`` and ``cross``.
+        kind: ``self``; in encoder-decoders also ``encoder`` and ``cross``, or ``merged`` for one softmax over the
+            decoder's own tokens, which come first, and the encoder's (T5Gemma 2).
         layer: Index of the layer.
         path: Name of the attention module in the model.
         output_projection: Name of the module whose input is the concatenated output of all heads.
@@ -173,8 +174,13 @@ class HeadGrid:
 
     @property
     def kind(self) -> str:
-        """Kind of site: ``self``, ``encoder`` or ``cross``."""
+        """Kind of site: ``self``, ``encoder``, ``cross`` or ``merged``."""
         return self.sites[0].kind if self.sites else "self"
+
+    @property
+    def reads_encoder(self) -> bool:
+        """True if queries of the decoder see keys of the encoder."""
+        return self.kind in ("cross", "merged")
 
     @property
     def kinds(self) -> tuple[str, ...]:

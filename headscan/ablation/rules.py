@@ -42,9 +42,9 @@ class ScoreStatistics:
     def __init__(self, lm: LoadedModel, score_name: str | None, widths: MassWidths | None = None) -> None:
         if score_name is not None:
             _check_measurable(score_name)
-            if lm.grid.kind == "cross":
+            if lm.grid.reads_encoder:
                 raise InterventionError(
-                    f"an ablation cannot score cross attention: {score_name}. Use a HeadMask, or another site"
+                    f"an ablation cannot score {lm.grid.kind} attention: {score_name}. Use a HeadMask, or another site"
                 )
         self.score_name, self._widths = score_name, widths or MassWidths()
         self.wanted = statistics_for([] if score_name is None else [score_name])

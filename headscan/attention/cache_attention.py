@@ -27,7 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from headscan.attention.calls import ScoredCall
-from headscan.attention.hooks import attention_implementation, learned_sinks
+from headscan.attention.hooks import attention_implementation, learned_sinks, refuse_unread, unread_tensors
 from headscan.errors import UnsupportedModelError
 
 #: How transformers repeats KV heads for their query heads; only the shape changes.
@@ -306,6 +306,7 @@ def _forward(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
+    refuse_unread(unread_tensors(kwargs))
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     terms = ScoreTerms(position_bias, softcap, learned_sinks(s_aux, sinks))
     if isinstance(key, CachedHeads):

@@ -197,6 +197,7 @@ class ScoredCall(AttentionCall):
         bias: (B or 1, H or 1, N or 1, S), added to the scores; None adds nothing.
         softcap: Cap c of ``c * tanh(s / c)``, applied before the mask; None disables it.
         sinks_BHN: Learned sink logit in a query's softmax, (B or 1, H, N or 1); None without a learned sink.
+        unread: Names of further tensors that the model passes to its attention, which this call leaves out.
     """
 
     query_BHND: Tensor
@@ -211,6 +212,7 @@ class ScoredCall(AttentionCall):
     softcap: float | None = None
     sinks_BHN: Tensor | None = None
     sliding_window: int | None = None
+    unread: tuple[str, ...] = ()
 
     @property
     def shape_BHNS(self) -> tuple[int, int, int, int]:
@@ -269,6 +271,8 @@ class ScoredCall(AttentionCall):
             sinks_BHN=self.sinks_BHN,
             numbers_with_output=any(number.with_output for number in query_numbers),
         )
+        if query_numbers and request.path == "auto" and fused.loses_weights:
+            return self._measure_blockwise(request)
         return out, CallNumbers(fused_numbers(query_numbers, fused), {}, request, self.geometry)
 
     def weights(self, position_BR: Tensor) -> Tensor:

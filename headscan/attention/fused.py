@@ -44,6 +44,9 @@ _BLOCKS = 8
 #: Lowest difference of a score from its query's largest, in powers of two. Its weight, 1e-38, is lost in any sum; that
 #: of lower ones, which is no normal float32, takes a CPU many times as long.
 _LOWEST = -126.0
+#: Largest rounding of a score, which is the relative error of a weight that is computed from it. Scores of up to 800
+#: round by less in float32.
+_ROUNDING = 1e-4
 #: FlashAttention loads 16 bytes at a time, which are this many half-precision numbers.
 _LOAD = 8
 #: Largest width of a head in FlashAttention.
@@ -397,6 +400,18 @@ class FusedCall:
     past: int
     entropy_with_output_BHN: Tensor | None
     log_share_BHN: Tensor | None
+
+    @property
+    def loses_weights(self) -> bool:
+        """True if scores are so large that a weight from a score and the log-sum-exp of a kernel, which sums in another
+        order, is off by more than `_ROUNDING`. A GPU would have to be waited for, so there it is False.
+
+        The score of a key with a large weight is as large as the log-sum-exp, which is at hand.
+        """
+        if self.lse_BHN.device.type != "cpu":
+            return False
+        largest = self.lse_BHN.detach().abs().amax()
+        return float(largest) * torch.finfo(self.lse_BHN.dtype).eps > _ROUNDING
 
     @cached_property
     def _wide_query_BKGND(self) -> Tensor:

@@ -16,7 +16,7 @@ function mode, sees both while it is entered; the model itself is not changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Self
@@ -133,11 +133,13 @@ def _attention_function(
         softcap=softcap,
         sinks_BHN=learned_sinks(s_aux, sinks),
         sliding_window=sliding_window,
+        unread=unread_tensors(kwargs),
     )
     session = SESSIONS.get(module)
     if session is not None:
         out = session.attend(module, call)
     else:  # no hook is open on this attention: another kind of site, or a part that reads no tokens
+        refuse_unread(call.unread)
         cross = query.shape[2] != key.shape[2]
         out = call.placed(causal=call.causal and not cross, cross=cross).output()
     return out.transpose(1, 2).contiguous(), None
@@ -148,6 +150,36 @@ def learned_sinks(s_aux: Tensor | None, sinks: Tensor | None) -> Tensor | None:
     if s_aux is not None:
         return s_aux.view(1, -1, 1)
     return None if sinks is None else sinks.squeeze(-1)
+
+
+#: Tensors that models pass to every attention function, and that change nothing under a mask.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "attention_mask",
+        "cache_position",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "max_length_k",
+        "max_length_q",
+        "position_ids",
+    }
+)
+
+
+def unread_tensors(kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of tensors, among the arguments of an attention function that it does not read, that may change
+    the attention, such as the indices of chosen keys.
+    """
+    return tuple(name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _WITHOUT_EFFECT)
+
+
+def refuse_unread(names: tuple[str, ...]) -> None:
+    """Raise if there are `unread_tensors`."""
+    if names:
+        raise UnsupportedModelError(
+            f"the model passes {', '.join(names)} to its attention (limit: query, key, value, mask, position bias and "
+            "learned sinks), which headscan does not read. Load another model"
+        )
 
 
 _SOFTMAX = {torch.softmax, F.softmax, Tensor.softmax, torch._softmax}
@@ -164,6 +196,7 @@ _KEEPS = {
     Tensor.reshape,
     Tensor.contiguous,
     Tensor.masked_fill,
+    Tensor.__getitem__,  # leaves out a learned sink
     torch.masked_fill,
     F.dropout,
     torch.dropout,
@@ -184,6 +217,8 @@ class Interceptor(TorchFunctionMode):
         super().__init__()
         self._attend, self._modules, self._sequences = attend, tuple(modules), sequences
         self._running: list[nn.Module] = []
+        #: True once a module has computed a softmax with the dimensions of attention weights.
+        self.seen_weights = False
         # By id; keeping the tensor prevents that another one gets its id.
         self._weights: dict[int, Tensor] = {}
         self._hooks = ExitStack()
@@ -212,6 +247,7 @@ class Interceptor(TorchFunctionMode):
             return out
         if func in _SOFTMAX or (func in _KEEPS and args and self._is_weights(args[0])):
             self._weights[id(out)] = out
+            self.seen_weights |= out.ndim >= 4
         elif func in _MATMUL and len(args) == 2 and self._is_weights(args[0]):
             call = self._weights_call(module, args[0], args[1], out)
             if call is not None:
@@ -276,7 +312,9 @@ class _VisitorSession:
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         site = self.sites[module]
         refuse_training(module)
-        call = call.placed(causal=site.causal, cross=site.kind == "cross")
+        if isinstance(call, ScoredCall):
+            refuse_unread(call.unread)
+        call = call.placed(causal=site.causal, cross=site.kind in ("cross", "merged"))
         with without_autocast(call.device):
             outputs = [visitor(site, call) for visitor in self.visitors]
             computed = [output for output in outputs if output is not None]

@@ -84,7 +84,7 @@ def find_nonfinite(
     exists_LH = torch.zeros(grid.shape, dtype=torch.bool)
     for site in grid.sites:
         exists_LH[site.layer, : site.num_attention_heads] = True
-    undefined_B = undefined(values.keys(), lengths, key_lengths, cross=grid.kind == "cross")
+    undefined_B = undefined(values.keys(), lengths, key_lengths, cross=grid.reads_encoder)
     nonfinite = {}
     for name, statistic in values.items():
         finite_BLH = statistic.isfinite() if statistic.ndim == 3 else statistic.isfinite().all(-1)
@@ -174,6 +174,7 @@ class _ModelInputs:
     lengths: Tensor
     key_lengths: Tensor
     key_ids: Tensor
+    real_keys: Tensor | None = None
 
     @classmethod
     def checked(
@@ -210,6 +211,10 @@ class _ModelInputs:
             return cls(inputs, for_hooks, lengths, lengths, ids)
         if lm.grid.kind == "cross":
             return cls(inputs, for_hooks, real_decoder_lengths, lengths, ids)
+        if lm.grid.kind == "merged":
+            real_sides = real_tokens(real_decoder_lengths, decoder_ids.shape[1]), real_tokens(lengths, ids.shape[1])
+            key_ids, real_keys = torch.cat([decoder_ids, ids], 1), torch.cat(real_sides, 1)
+            return cls(inputs, for_hooks, real_decoder_lengths, real_keys.sum(1), key_ids, real_keys)
         return cls(inputs, for_hooks, real_decoder_lengths, real_decoder_lengths, decoder_ids)
 
 
@@ -299,9 +304,10 @@ class _Collector:
             path,
             key_masks(lm, model_inputs.key_ids, wanted),
             shortest=int(self.lengths[0].min()),
+            real_keys=model_inputs.real_keys,
         )
         self._requests = {request.lengths.device: request}
-        self.undefined = undefined(wanted, *self.lengths, cross=lm.grid.kind == "cross")
+        self.undefined = undefined(wanted, *self.lengths, cross=lm.grid.reads_encoder)
         self.factors = ProjectionFactors(lm) if needs_projection(wanted) else None
         self.measured: dict[tuple[str, int], Tensor] = {}
 

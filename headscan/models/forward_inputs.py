@@ -73,14 +73,15 @@ def before_last(lengths: Tensor, counts: Tensor, tokens: int) -> Tensor:
 
 
 class TokenMeans:
-    """Means over the real tokens of padded sequences, whose numbers are ``lengths`` (B,).
+    """Means over the real tokens of padded sequences, whose numbers are ``lengths`` (B,). ``real`` (B, N) says which
+    they are; None means the first ones.
 
     Masks are made once for all layers, and several means in one pass: on a GPU, starting an operator takes longer than
     adding a few numbers.
     """
 
-    def __init__(self, lengths: Tensor) -> None:
-        self.lengths = lengths
+    def __init__(self, lengths: Tensor, real: Tensor | None = None) -> None:
+        self.lengths, self._real = lengths, real
         self._masks: dict[tuple[int, tuple[bool, ...]], tuple[Tensor, Tensor]] = {}
 
     def mean(self, values_BHN: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ class TokenMeans:
     def _counted_tokens(self, tokens: int, skip_first: tuple[bool, ...]) -> tuple[Tensor, Tensor]:
         """Return the tokens that count for each mean (means, B, 1, N), and their numbers (means, B, 1)."""
         if (tokens, skip_first) not in self._masks:
-            real = real_tokens(self.lengths, tokens)
+            real = real_tokens(self.lengths, tokens) if self._real is None else self._real
             after_first = real & (torch.arange(tokens, device=real.device) > 0)
             masks = torch.stack([after_first if skip else real for skip in skip_first])[:, :, None]
             counts = torch.stack([self.lengths - int(skip) for skip in skip_first])[..., None]

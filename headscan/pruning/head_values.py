@@ -78,8 +78,9 @@ def criterion_inputs(
 
 def _keys(loss: Loss, kind: str) -> Tensor:
     """Return the number of tokens that the heads of a site attend to (B,), on the CPU."""
-    own = "decoder_lengths" if kind == "self" and "decoder_lengths" in loss.texts else "lengths"
-    return torch.as_tensor(loss.texts[own]).double().cpu()
+    decoder = "decoder_lengths" if "decoder_lengths" in loss.texts else "lengths"
+    sides = {"self": (decoder,), "merged": (decoder, "lengths")}.get(kind, ("lengths",))
+    return torch.stack([torch.as_tensor(loss.texts[side]).double().cpu() for side in sides]).sum(0)
 
 
 def criterion_values(name: str, means: Mapping[str, Tensor]) -> Tensor:

@@ -37,7 +37,9 @@ Joins = Literal["mean", "first", "last"]
 
 @dataclass(frozen=True)
 class Geometry:
-    """Numbers of queries N and keys S of a call. Causal: no query sees a later key; cross: keys of another sequence."""
+    """Numbers of queries N and keys S of a call. Causal: no query sees a later key; cross: keys of another sequence,
+    alone or behind the query's own.
+    """
 
     queries: int
     keys: int
@@ -51,7 +53,8 @@ class AttentionRequest:
 
     Attributes:
         lengths: Real queries of each sequence (B,).
-        key_lengths: Real keys (B,); equal to ``lengths`` except in cross attention.
+        key_lengths: Real keys (B,); equal to ``lengths`` except in cross and merged attention.
+        real_keys: Which keys are real, bool (B, S); None means the first ones.
         key_masks: The masks of `registry.KEY_MASKS` that the statistics read, bool (B, S) by name.
         past: Number of keys before the first query's own, from a KV cache. With a past only the statistics in
             `registry.CONTINUABLE` can be measured, over the queries of the call.
@@ -67,6 +70,7 @@ class AttentionRequest:
     key_masks: Mapping[str, Tensor] = field(default_factory=dict)
     past: int = 0
     shortest: int | None = None
+    real_keys: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.path not in get_args(AttentionPath):
@@ -79,7 +83,7 @@ class AttentionRequest:
 
     @cached_property
     def over_keys(self) -> TokenMeans:
-        return self.over_queries if self.key_lengths is self.lengths else TokenMeans(self.key_lengths)
+        return self.over_queries if self.key_lengths is self.lengths else TokenMeans(self.key_lengths, self.real_keys)
 
     @property
     def unpadded_queries(self) -> int:
@@ -97,6 +101,7 @@ class AttentionRequest:
             key_lengths=self.key_lengths.to(device),
             key_masks={name: mask_BS.to(device) for name, mask_BS in self.key_masks.items()},
             shortest=self.unpadded_queries,
+            real_keys=None if self.real_keys is None else self.real_keys.to(device),
         )
 
 

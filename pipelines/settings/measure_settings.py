@@ -24,7 +24,7 @@ from headscan.options import BATCH_TOKENS, Count, Group, Limits, Option, check_l
 from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec, ExamplesSpec, TokenConfig
 
 #: Attention that is named on the command line.
-Site = Annotated[Literal["self", "encoder", "cross"], Option("attention of the layer")]
+Site = Annotated[Literal["self", "encoder", "cross", "merged"], Option("attention of the layer")]
 #: Option of every run over a corpus or over labelled examples.
 _ShardSize = Annotated[
     int | None,

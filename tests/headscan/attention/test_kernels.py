@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import headscan
 from headscan.attention import calls, fused
 from headscan.attention.calls import ScoredCall, WeightsCall, WeightTally, attend_blockwise
 from headscan.attention.fused import CpuKernels, CudaKernels, FusedKernels, kernels_for
@@ -17,6 +19,7 @@ from headscan.catalog import MassWidths
 from headscan.statistics.registry import fused_numbers, needed_numbers
 from headscan.statistics.weight_statistics import AttentionRequest, Geometry
 from tests.headscan.attention.emulated_flash import SPLIT, flash_attention_forward
+from tests.small_models import make_loaded
 
 NEEDS = frozenset(
     {
@@ -100,6 +103,35 @@ def test_cpu_identities(
             torch.testing.assert_close(
                 found[name].double(), values, rtol=2e-5, atol=5e-6, msg=lambda m, n=name: f"{n}: {m}"
             )
+
+
+@pytest.mark.parametrize("window", [None, 32])
+@pytest.mark.parametrize("size", [1.0, 300.0, 1e4])
+def test_scores_of_any_size_have_exact_weights(size: float, window: int | None) -> None:
+    """Scores of Pythia-70m reach 10,000. A kernel sums them in another order, and rounds otherwise, than identities."""
+    query, key, value = tensors(4, 2, 160, 32, 16, peaked=0.0)
+    query, key = query * size**0.5, key * size**0.5 + 3.0 * size**0.5
+    lengths = torch.full((2,), 160)
+    call = ScoredCall(query, key, value, 32**-0.5, True, window=window)
+    exact = ScoredCall(query.double(), key.double(), value.double(), 32**-0.5, True, window=window)
+    assert (exact.scale * query.double() @ key.double().repeat_interleave(2, 1).mT).abs().max() > 5.0 * size
+    request = AttentionRequest(NEEDS, lengths, lengths, MassWidths(4, 16))
+    out, found = call.measure(request)
+    expected_out, expected = exact.measure(replace(request, path="blockwise"))
+    torch.testing.assert_close(out.double(), expected_out, rtol=2e-4, atol=2e-4)
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name].double(), values.double(), rtol=2e-4, atol=5e-6, msg=name)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mistral-sliding", "gpt_oss", "deepseek_v3", None])
+def test_ordinary_models_are_measured_in_fused_calls(family: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is the bundled model, which was trained."""
+    lm = headscan.load("demo") if family is None else make_loaded(family)
+    ids = torch.randint(5, 97, (2, 60))
+    expected = headscan.collect(lm, ids, path="fused")
+    monkeypatch.delattr(ScoredCall, "_measure_blockwise")
+    for name, values in headscan.collect(lm, ids).items():
+        assert torch.equal(values, expected[name]), name
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
