@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -139,7 +139,8 @@ def _in_memory(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> L
 
 def _check_adapters(wrapper: nn.Module, base: PreTrainedModel) -> None:
     """Raise if a PEFT model computes something else than its base with the adapters inside, on a short text. Virtual
-    tokens (prefix and prompt tuning) and gates by the input (X-LoRA) come from the wrapper, which headscan never calls.
+    tokens (prefix and prompt tuning) and choices by the input (X-LoRA, aLoRA) come from the wrapper, which headscan never
+    calls.
     """
     wrapper.eval()
     with torch.no_grad():
@@ -152,7 +153,8 @@ def _check_adapters(wrapper: nn.Module, base: PreTrainedModel) -> None:
                 f"{type(wrapper).__name__} fails on a short text: {typed_line(problem)}. Merge its adapters "
                 "(merge_and_unload)"
             ) from problem
-    if wrapped[0].shape != own[0].shape or not torch.allclose(wrapped[0], own[0], rtol=1e-3, atol=1e-5):
+    by_tokens = any(getattr(each, "alora_invocation_tokens", None) for each in wrapper.peft_config.values())
+    if by_tokens or wrapped[0].shape != own[0].shape or not torch.allclose(wrapped[0], own[0], rtol=1e-3, atol=1e-5):
         kinds = sorted({str(getattr(each.peft_type, "value", each.peft_type)) for each in wrapper.peft_config.values()})
         raise UnsupportedModelError(
             f"{type(wrapper).__name__} computes more than its base model with the adapters inside ({', '.join(kinds)}), "
@@ -218,7 +220,8 @@ def read_model(spec: ModelSpec, config: PreTrainedConfig, device_map: str | dict
             f"{len(mismatched)} weights of {source} do not fit its configuration: {name} has shape {tuple(saved)}, the "
             f"model {tuple(built)}. Use the config.json of these weights"
         )
-    if missing := sorted(report["missing_keys"]):
+    # A model without a head may pool its last hidden states, which nothing here reads.
+    if missing := sorted(name for name in report["missing_keys"] if not name.startswith("pooler.")):
         raise ModelLoadError(_why_missing(spec, config, model, missing, report["unexpected_keys"]))
     if not spec.unused_weights and (unused := _unused(model, report["unexpected_keys"])):
         more = f", ... ({len(unused)} weights)" if len(unused) > _SHOWN_WEIGHTS else ""
@@ -233,17 +236,21 @@ def read_model(spec: ModelSpec, config: PreTrainedConfig, device_map: str | dict
 
 
 def _why_missing(
-    spec: ModelSpec, config: PreTrainedConfig, model: PreTrainedModel, missing: list[str], unexpected: Iterable[str]
+    spec: ModelSpec, config: PreTrainedConfig, model: PreTrainedModel, missing: list[str], unexpected: Collection[str]
 ) -> str:
     """Return an error message for weights that a checkpoint lacks."""
     source = spec.source
-    for part, library in _WRAPPERS.items():
-        wrapped = sorted(name for name in unexpected if re.search(rf"(^|\.){re.escape(part)}\.", name))
-        if wrapped:
-            return (
-                f"{source} has {len(wrapped)} weights with `{part}.` in their names, which {library} adds: "
-                f"{wrapped[0]}, ... Save the model inside the wrapper, or rename the weights"
-            )
+    for name in sorted(unexpected):
+        part = next((part for part in _WRAPPERS if f".{part}." in f".{name}"), None)
+        behind = next((lost for lost in missing if name.endswith(f".{lost}")), None)
+        if part is None and behind is None:
+            continue
+        added = f"{part}." if part is not None else name.removesuffix(behind or "")
+        count = sum(f".{added}" in f".{each}" for each in unexpected)
+        return (
+            f"{source} has {count} weights with `{added}` in their names, which {_WRAPPERS.get(part or '', 'a wrapper')} "
+            f"adds: {name}, ... Save the model inside the wrapper, or rename the weights"
+        )
     base = f"{model.base_model_prefix}."
     saved = saved_class(config)
     if saved not in ("", type(model).__name__) and not any(name.startswith(base) for name in missing):
@@ -269,7 +276,7 @@ def _unused(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
         count, layer = layers[in_block[1]], int(in_block[2])
         if not count <= layer < count + further:
             unused.append(name)
-    return sorted(unused)
+    return sorted(unused, key=lambda name: ("attn" not in name and "attention" not in name, name))
 
 
 def empty_model(spec: ModelSpec, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -83,7 +83,9 @@ def why_not(source: str, problem: Exception, options: Mapping[str, Any] | None =
         return f"{source} has no safetensors weights. Convert them, or pass `safetensors=False`"
     if "trust_remote_code" in text:
         return f"{source} needs Python code from its repository. Read that code, then pass `trust_remote_code=True`"
-    return f"{source} does not load: {first_line(problem)}"
+    damaged = "No such file" in text or "deserializing header" in text
+    fix = ". Copy or download it again" if damaged and Path(source).exists() else ""
+    return f"{source} does not load: {first_line(problem)}{fix}"
 
 
 #: Keys of a configuration's ``auto_map`` whose code runs when a model is loaded for text.

@@ -375,9 +375,14 @@ def logits_at(lm: LoadedModel, ids: Tensor, rows: list[int], columns: list[int],
         columns = [kept.index(column) for column in columns]
     with head.register_forward_pre_hook(gather) if is_module else nullcontext():
         logits: Tensor | None = getattr(lm.model(input_ids=ids.to(lm.device), **kwargs), "logits", None)
-    if logits is None:
+    if logits is None or not (gathered or (logits.ndim == 3 and logits.shape[-1] >= _vocabulary(lm))):
         raise UnsupportedModelError(
-            f"{lm.source} predicts no tokens: it was saved without an output head. Measure its heads with a scan, or"
-            " load a model with a head"
+            f"{lm.source} predicts no tokens: it was saved without an output head for them ({type(lm.model).__name__}). "
+            "Measure its heads with a scan, or load a model with such a head"
         )
     return logits[0] if gathered else logits[rows, columns]
+
+
+def _vocabulary(lm: LoadedModel) -> int:
+    """Return the number of tokens that a model may predict, at least; the embedding may have further rows."""
+    return min(lm.vocab_size, int(lm.model.config.get_text_config(decoder=True).vocab_size))

@@ -36,8 +36,9 @@ from headscan.errors import HeadIndexError, HeadscanError, ModelLoadError, Seque
 from headscan.models.token_batches import is_out_of_memory
 
 
-#: Classes of models whose heads predict no tokens and have no use here: their base model is loaded.
+#: Classes of models whose heads predict no tokens; only their attention has a use here.
 _OTHER_HEADS = (
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoModelForQuestionAnswering,
     AutoModelForMultipleChoice,
@@ -55,8 +56,8 @@ _OWN_CLASSES = (
 
 
 def auto_class(config: PreTrainedConfig, source: str, trust_remote_code: bool) -> Any:
-    """Return the class that loads a text model of this configuration: with the head that it was saved with if that
-    predicts tokens or classes of sequences, else without a head.
+    """Return the class that loads a text model of this configuration: the one that saved it, unless that has another
+    head next to one that predicts tokens.
     """
     if trust_remote_code and (own := getattr(config, "auto_map", None)):
         offered = [auto for auto in _OWN_CLASSES if auto.__name__ in own]
@@ -69,17 +70,16 @@ def auto_class(config: PreTrainedConfig, source: str, trust_remote_code: bool) -
     elif is_encoder(config):
         order = (AutoModelForMaskedLM,)
     predicting = next((auto for auto in order if type(config) in auto._model_mapping), None)
+    if predicting is not None and is_saved_as(config, predicting):
+        return predicting
+    reads_text = predicting is not None or hasattr(config.get_text_config(), "vocab_size")
+    for auto in (*_OTHER_HEADS, AutoModelForTextEncoding, AutoModel):
+        if reads_text and is_saved_as(config, auto):
+            return auto
+    if is_encoder(config) and saved_class(config).endswith("Model"):
+        return AutoModel  # sentence encoders
     if predicting is None:
         raise ModelLoadError(f"{source} does not predict text tokens: model type {config.model_type!r}. Choose another")
-    if is_saved_as(config, predicting):
-        return predicting
-    if is_saved_as(config, AutoModelForSequenceClassification) and not config.is_encoder_decoder:
-        return AutoModelForSequenceClassification
-    if saved_class(config).endswith("EncoderModel") and is_saved_as(config, AutoModelForTextEncoding):
-        return AutoModelForTextEncoding
-    headless = any(is_saved_as(config, auto) for auto in (AutoModel, *_OTHER_HEADS))
-    if headless or (is_encoder(config) and saved_class(config).endswith("Model")):
-        return AutoModel
     return predicting
 
 
