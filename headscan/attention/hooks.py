@@ -350,17 +350,20 @@ def watched_passes(
             running = module
             begin(module, args, kwargs)
 
-    def left(module: nn.Module, _: Any, out: Any) -> None:
+    def ended(module: nn.Module, *_: Any) -> None:
+        if module is running:
+            end()
+
+    def left(module: nn.Module, *_: Any) -> None:
         nonlocal running
         if module is running:
             running = None
-            if out is not None:  # None after an exception
-                end()
 
     with ExitStack() as hooks:
         # Callers may run the base model directly, and some heads call an inner part of the model themselves.
         for module in {model, model.base_model}:
             hooks.callback(module.register_forward_pre_hook(entered, with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(ended).remove)
             hooks.callback(module.register_forward_hook(left, always_call=True).remove)
         yield
 
