@@ -373,8 +373,10 @@ def logits_at(lm: LoadedModel, ids: Tensor, rows: list[int], columns: list[int],
         kept = sorted(set(columns))
         kwargs["logits_to_keep"] = torch.tensor(kept, device=lm.device)
         columns = [kept.index(column) for column in columns]
-    with head.register_forward_pre_hook(gather) if is_module else nullcontext():
-        logits: Tensor | None = getattr(lm.model(input_ids=ids.to(lm.device), **kwargs), "logits", None)
+    logits: Tensor | None = None
+    if "ForMultipleChoice" not in type(lm.model).__name__:  # it reads its input as the choices of one question
+        with head.register_forward_pre_hook(gather) if is_module else nullcontext():
+            logits = getattr(lm.model(input_ids=ids.to(lm.device), **kwargs), "logits", None)
     if logits is None or not (gathered or (logits.ndim == 3 and logits.shape[-1] >= _vocabulary(lm))):
         raise UnsupportedModelError(
             f"{lm.source} predicts no tokens: it was saved without an output head for them ({type(lm.model).__name__}). "
