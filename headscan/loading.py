@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,8 +45,8 @@ _WRAPPERS = {
     "_checkpoint_wrapped_module": "activation checkpointing",
     "module": "a wrapper such as DistributedDataParallel",
 }
-#: Entries of older checkpoints that are no weights: tables of positions, causal masks (`attn.bias` of GPT-2), and scales
-#: by which engines quantise activations or the KV cache.
+#: Entries of checkpoints that are no weights: tables of positions, causal masks (`attn.bias` of GPT-2), and scales by
+#: which engines quantise activations or the KV cache.
 _HARMLESS = re.compile(
     r"\.(rotary|rotary_emb|rotary_pos_emb|rope)\.[^.]+$"
     r"|\.(inv_freq|embed_positions|position_ids|causal_mask|masked_bias)$"
@@ -127,7 +127,7 @@ def _in_memory(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> L
     base = model if unwrap is None else cast("Callable[[], nn.Module]", unwrap)()
     if not isinstance(base, PreTrainedModel):
         raise ModelLoadError(f"{type(model).__name__} is not a model of transformers. Pass a PreTrainedModel")
-    if hasattr(model, "peft_config"):
+    if base is not model and hasattr(model, "peft_config"):
         _check_adapters(model, base)
     restart_dynamic_frequencies(base)
     if not any(hook is _refuse_head_masks for hook in base._forward_pre_hooks.values()):
@@ -139,26 +139,17 @@ def _in_memory(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> L
 
 def _check_adapters(wrapper: nn.Module, base: PreTrainedModel) -> None:
     """Raise if a PEFT model computes something else than its base with the adapters inside, on a short text. Virtual
-    tokens (prefix and prompt tuning) and choices by the input (X-LoRA, aLoRA) come from the wrapper, which headscan never
-    calls.
+    tokens (prefix and prompt tuning) and choices by the input (X-LoRA, aLoRA) come from the wrapper, which headscan
+    never calls.
     """
-    wrapper.eval()
-    with torch.no_grad():
-        own = base(**_short_inputs(base))
-        try:
-            wrapped = wrapper(**_short_inputs(base))
-        except (*MODEL_ERRORS, ImportError) as problem:
-            raise_if_out_of_memory(problem)
-            raise UnsupportedModelError(
-                f"{type(wrapper).__name__} fails on a short text: {typed_line(problem)}. Merge its adapters "
-                "(merge_and_unload)"
-            ) from problem
-    by_tokens = any(getattr(each, "alora_invocation_tokens", None) for each in wrapper.peft_config.values())
-    if by_tokens or wrapped[0].shape != own[0].shape or not torch.allclose(wrapped[0], own[0], rtol=1e-3, atol=1e-5):
-        kinds = sorted({str(getattr(each.peft_type, "value", each.peft_type)) for each in wrapper.peft_config.values()})
+    wrapped, own = (_short_pass(each.eval(), base)[0] for each in (wrapper, base))
+    adapters = cast("dict[str, Any]", wrapper.peft_config).values()
+    by_tokens = any(getattr(each, "alora_invocation_tokens", None) for each in adapters)
+    if by_tokens or wrapped.shape != own.shape or not torch.allclose(wrapped, own, rtol=1e-3, atol=1e-5):
+        kinds = ", ".join(sorted({str(getattr(each.peft_type, "value", each.peft_type)) for each in adapters}))
         raise UnsupportedModelError(
-            f"{type(wrapper).__name__} computes more than its base model with the adapters inside ({', '.join(kinds)}), "
-            "such as virtual tokens, which cannot be measured. Load the base model, or adapters of weights such as LoRA"
+            f"{type(wrapper).__name__} computes more than its base model with the adapters inside ({kinds}), such as "
+            "virtual tokens, which cannot be measured. Load the base model, or adapters of weights such as LoRA"
         )
 
 
@@ -166,22 +157,24 @@ def _unpack_weights(model: PreTrainedModel) -> None:
     """Run a quantised model once: compressed-tensors unpacks the weights when the whole model is called for the first
     time, but passes that need no logits call its base model.
     """
-    if getattr(model, "hf_quantizer", None) is None:
-        return
+    if getattr(model, "hf_quantizer", None) is not None:
+        _short_pass(model, model)
+
+
+def _short_pass(module: nn.Module, base: PreTrainedModel) -> Any:
+    """Return the output of a model, or of a wrapper of ``base``, for a text without the first ids, which may be
+    padding.
+    """
+    ids = (torch.arange(4, device=input_device(base))[None] + 5) % base.config.get_text_config().vocab_size
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if base.config.is_encoder_decoder else {})
     try:
         with torch.no_grad():
-            model(**_short_inputs(model))
+            return module(**inputs)
     except (*MODEL_ERRORS, ImportError) as problem:
         raise_if_out_of_memory(problem)
         raise UnsupportedModelError(
-            f"{type(model).__name__} fails on a short text: {typed_line(problem)}. Load another model"
+            f"{type(module).__name__} fails on a short text: {typed_line(problem)}. Load another model"
         ) from problem
-
-
-def _short_inputs(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the inputs of a short pass, without the first ids, which may be padding."""
-    ids = (torch.arange(4, device=input_device(model))[None] + 5) % model.config.get_text_config().vocab_size
-    return {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
 
 
 def read_model(spec: ModelSpec, config: PreTrainedConfig, device_map: str | dict[str, Device]) -> PreTrainedModel:
@@ -221,8 +214,8 @@ def read_model(spec: ModelSpec, config: PreTrainedConfig, device_map: str | dict
             f"model {tuple(built)}. Use the config.json of these weights"
         )
     # A model without a head may pool its last hidden states, which nothing here reads.
-    if missing := sorted(name for name in report["missing_keys"] if not name.startswith("pooler.")):
-        raise ModelLoadError(_why_missing(spec, config, model, missing, report["unexpected_keys"]))
+    if missing := {name for name in report["missing_keys"] if not name.startswith("pooler.")}:
+        raise ModelLoadError(_why_missing(source, config, model, missing, report["unexpected_keys"]))
     if not spec.unused_weights and (unused := _unused(model, report["unexpected_keys"])):
         more = f", ... ({len(unused)} weights)" if len(unused) > _SHOWN_WEIGHTS else ""
         raise ModelLoadError(
@@ -236,29 +229,30 @@ def read_model(spec: ModelSpec, config: PreTrainedConfig, device_map: str | dict
 
 
 def _why_missing(
-    spec: ModelSpec, config: PreTrainedConfig, model: PreTrainedModel, missing: list[str], unexpected: Collection[str]
+    source: str, config: PreTrainedConfig, model: PreTrainedModel, missing: Set[str], unexpected: Set[str]
 ) -> str:
     """Return an error message for weights that a checkpoint lacks."""
-    source = spec.source
+    first = min(missing)
     for name in sorted(unexpected):
-        part = next((part for part in _WRAPPERS if f".{part}." in f".{name}"), None)
-        behind = next((lost for lost in missing if name.endswith(f".{lost}")), None)
-        if part is None and behind is None:
-            continue
-        added = f"{part}." if part is not None else name.removesuffix(behind or "")
-        count = sum(f".{added}" in f".{each}" for each in unexpected)
-        return (
-            f"{source} has {count} weights with `{added}` in their names, which {_WRAPPERS.get(part or '', 'a wrapper')} "
-            f"adds: {name}, ... Save the model inside the wrapper, or rename the weights"
-        )
+        parts = name.split(".")
+        wrapper = next((part for part in _WRAPPERS if f".{part}." in f".{name}"), None)
+        behind = next((i for i in range(1, len(parts)) if ".".join(parts[i:]) in missing), None)
+        if wrapper is not None or behind is not None:
+            added = f"{wrapper or '.'.join(parts[:behind])}."
+            count = sum(f".{added}" in f".{each}" for each in unexpected)
+            return (
+                f"{source} has {count} weights with `{added}` in their names, which "
+                f"{_WRAPPERS.get(wrapper or '', 'a wrapper')} adds: {name}, ... Save the model inside the wrapper, or "
+                "rename the weights"
+            )
     base = f"{model.base_model_prefix}."
     saved = saved_class(config)
     if saved not in ("", type(model).__name__) and not any(name.startswith(base) for name in missing):
         return (
-            f"{source} was saved as {saved} and lacks the head of {type(model).__name__}: {missing[0]}, ... To measure "
-            f"it without a head, set architectures to [\"{type(model.base_model).__name__}\"] in its config.json"
+            f"{source} was saved as {saved} and lacks the head of {type(model).__name__}: {first}, ... To measure "
+            f'it without a head, set architectures to ["{type(model.base_model).__name__}"] in its config.json'
         )
-    return f"{source} lacks {len(missing)} weights: {missing[0]}, ... Copy or download it again"
+    return f"{source} lacks {len(missing)} weights: {first}, ... Copy or download it again"
 
 
 def _unused(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:

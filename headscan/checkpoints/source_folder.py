@@ -1,5 +1,5 @@
-"""The folder of a model, checked without importing transformers; GGUF files, DeciLM folders and folders of PEFT adapters
-are converted.
+"""The folder of a model, checked without importing transformers; GGUF files, DeciLM folders and PEFT adapters are
+converted.
 
 A GGUF file holds quantised weights. They are dequantised to float32, which represents each of them exactly, and saved
 with the configuration and the tokenizer of the file. The folder lies in the cache of headscan, is named after the file,
@@ -104,7 +104,9 @@ def adapter_folder(path: Path) -> Path:
         facts = json.loads((path / _ADAPTER).read_text("utf-8"))
         base = str(facts["base_model_name_or_path"])
     except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise ModelLoadError(f"{path / _ADAPTER} names no base model: {first_line(problem)}. Save it again") from problem
+        raise ModelLoadError(
+            f"{path / _ADAPTER} names no base model: {first_line(problem)}. Save it again"
+        ) from problem
     if find_spec("peft") is None:
         raise ModelLoadError(f"{path} holds an adapter of {base}, which needs the package peft. Run `pip install peft`")
     digest = hashlib.sha256(f"{base}:{weights_hash(base)}:".encode())
@@ -125,9 +127,10 @@ def _merge(path: Path, base: str, task: str | None, folder: Path) -> None:
         with no_progress_bar():
             adapted: Any = loader.from_pretrained(path)
             if adapted.active_peft_config.is_prompt_learning:
+                kind = adapted.active_peft_config.peft_type.value
                 raise ModelLoadError(
-                    f"{path} adds virtual tokens to {base} ({adapted.active_peft_config.peft_type.value}), which cannot "
-                    "be measured. Load the base model, or an adapter of weights such as LoRA"
+                    f"{path} adds virtual tokens to {base} ({kind}), which cannot be measured. Load the "
+                    "base model, or an adapter of weights such as LoRA"
                 )
             merged: Any = adapted.merge_and_unload()
             merged.save_pretrained(folder)

@@ -199,6 +199,7 @@ def _mask(ids: Tensor, lengths: Tensor) -> Tensor:
 
 def check_ids(lm: LoadedModel, input_ids: TokenIds, lengths: Tensor | Sequence[int] | None) -> tuple[Tensor, Tensor]:
     """Return token ids (B, N), as wide as the longest sequence, and lengths (B,) on the model's input device."""
+    padded_here = not isinstance(input_ids, Tensor | np.ndarray)
     input_ids, lengths = token_ids(lm, input_ids, lengths)
     if not _holds_integers(input_ids):
         raise SequenceError(
@@ -219,7 +220,8 @@ def check_ids(lm: LoadedModel, input_ids: TokenIds, lengths: Tensor | Sequence[i
         raise SequenceError(
             f"lengths are out of range: {int(lengths.min())} to {int(lengths.max())} (limit 1 to {N}). Correct them"
         )
-    refuse_left_padding(lm, input_ids, lengths)
+    if not padded_here:
+        refuse_left_padding(lm, input_ids, lengths)
     longest = int(lengths.max())
     if not lm.keeps_padding:
         input_ids = input_ids[:, :longest]  # the other columns are padding in every row
@@ -242,38 +244,32 @@ def check_ids(lm: LoadedModel, input_ids: TokenIds, lengths: Tensor | Sequence[i
 
 def refuse_left_padding(lm: LoadedModel, ids: Tensor, lengths: Tensor) -> None:
     """Raise if a sequence of a batch (B, N) with lengths (B,) is padded on the left: it begins with as many padding ids
-    as it has tokens to spare, and ends with others. Where sequences may begin with the padding id themselves, as where
-    one id begins, ends and pads texts, padding by 0 or by no id of the vocabulary counts as padding on the right, too.
+    as it has tokens to spare, and ends with tokens. A text that begins with padding ids itself has to be padded on the
+    right by the same id, by `PADDING` or by no id of the vocabulary.
     """
-    B, N = ids.shape
+    tokens = ids.shape[1]
     lengths = lengths.to(ids.device)
-    padded = lengths < N
+    padded = lengths < tokens
     if not bool(padded.any()):
         return
-    in_front, behind = real_tokens(N - lengths, N), ~real_tokens(lengths, N)
-    for padding, begins in _padding_ids(lm).items():
+    in_front, behind = real_tokens(tokens - lengths, tokens), ~real_tokens(lengths, tokens)
+    for padding in _padding_ids(lm):
         is_padding = ids == padding
-        could_be = is_padding | (ids <= 0) | (ids >= lm.vocab_size) if begins else is_padding
-        left = padded & (is_padding | ~in_front).all(1) & ~(could_be | ~behind).all(1)
+        is_no_token = is_padding | (ids == PADDING) | (ids < 0) | (ids >= lm.vocab_size)
+        left = padded & (is_padding | ~in_front).all(1) & ~(is_no_token | ~behind).all(1)
         if bool(left.any()):
             row = int(left.nonzero()[0])
             raise SequenceError(
-                f"sequence {row} is padded on the left: it begins with {N - int(lengths[row])} padding ids ({padding}) "
-                f"and has {int(lengths[row])} tokens. Pad on the right (tokenizer.padding_side = 'right')"
+                f"sequence {row} is padded on the left: it begins with {tokens - int(lengths[row])} padding ids "
+                f"({padding}) and has {int(lengths[row])} tokens. Pad on the right (tokenizer.padding_side = 'right')"
             )
 
 
-def _padding_ids(lm: LoadedModel) -> dict[int, bool]:
-    """Return the padding ids of a model's tokenizer and configuration, and whether a text may begin with each."""
-    text = lm.model.config.get_text_config(decoder=True)
-    named: dict[str, set[int]] = {}
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "decoder_start_token_id"):
-        values = [getattr(holder, name, None) for holder in (lm.tokenizer, lm.model.config, text)]
-        flat = [each for value in values for each in (value if isinstance(value, list) else [value])]
-        named[name] = {each for each in flat if isinstance(each, int)}
-    padding = named.pop("pad_token_id")
-    first = set().union(*named.values())
-    return {each: each in first for each in padding}
+def _padding_ids(lm: LoadedModel) -> set[int]:
+    """Return the padding ids of a model's tokenizer and configuration."""
+    holders = (lm.tokenizer, lm.model.config, lm.model.config.get_text_config(decoder=True))
+    ids = (getattr(holder, "pad_token_id", None) for holder in holders)
+    return {each for each in ids if isinstance(each, int)}
 
 
 def _holds_integers(x: Tensor) -> bool:

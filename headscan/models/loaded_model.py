@@ -241,7 +241,9 @@ def attention_functions(model: PreTrainedModel) -> frozenset[tuple[str, str]]:
     functions = AttentionInterface()
     names = {str(part.config._attn_implementation) for part in model.modules() if isinstance(part, PreTrainedModel)}
     found = {name: functions.get(name) for name in names}
-    return frozenset((name, f"{getattr(f, '__module__', '')}.{getattr(f, '__qualname__', '')}") for name, f in found.items())
+    return frozenset(
+        (name, f"{getattr(f, '__module__', '')}.{getattr(f, '__qualname__', '')}") for name, f in found.items()
+    )
 
 
 @dataclass(frozen=True, repr=False)
@@ -379,8 +381,8 @@ def logits_at(lm: LoadedModel, ids: Tensor, rows: list[int], columns: list[int],
             logits = getattr(lm.model(input_ids=ids.to(lm.device), **kwargs), "logits", None)
     if logits is None or not (gathered or (logits.ndim == 3 and logits.shape[-1] >= _vocabulary(lm))):
         raise UnsupportedModelError(
-            f"{lm.source} predicts no tokens: it was saved without an output head for them ({type(lm.model).__name__}). "
-            "Measure its heads with a scan, or load a model with such a head"
+            f"{lm.source} predicts no tokens: it was saved without an output head for them "
+            f"({type(lm.model).__name__}). Measure its heads with a scan, or load a model with such a head"
         )
     return logits[0] if gathered else logits[rows, columns]
 

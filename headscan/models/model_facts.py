@@ -35,7 +35,6 @@ from transformers import (
 from headscan.errors import HeadIndexError, HeadscanError, ModelLoadError, SequenceError
 from headscan.models.token_batches import is_out_of_memory
 
-
 #: Classes of models whose heads predict no tokens; only their attention has a use here.
 _OTHER_HEADS = (
     AutoModelForSequenceClassification,
@@ -90,7 +89,7 @@ def saved_class(config: PreTrainedConfig) -> str:
 
 def is_saved_as(config: PreTrainedConfig, auto: Any) -> bool:
     """Return True if a model was saved by a class that ``auto`` chooses for its configuration."""
-    chosen = auto._model_mapping[type(config)] if type(config) in auto._model_mapping else ()
+    chosen = auto._model_mapping.get(type(config), ())
     classes = chosen if isinstance(chosen, tuple | list) else (chosen,)
     return saved_class(config) in {each.__name__ for each in classes}
 

@@ -230,7 +230,9 @@ def _input_like(projection: nn.Module) -> Tensor:
     tensors = [*projection.parameters(), *projection.buffers()]
     # Packed numbers are integers, and their scales may have more bits than the inputs.
     dtypes = [tensor.dtype for tensor in tensors if tensor.dtype in _PLAIN]
-    return torch.empty(0, dtype=min(dtypes, key=lambda each: each.itemsize, default=torch.float32), device=tensors[0].device)
+    return torch.empty(
+        0, dtype=min(dtypes, key=lambda each: each.itemsize, default=torch.float32), device=tensors[0].device
+    )
 
 
 def _check_module(projection: nn.Module, site: AttentionSite, probe_HD: Tensor, expected_HM: Tensor) -> None:

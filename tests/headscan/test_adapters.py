@@ -40,7 +40,9 @@ class Wrapper(nn.Module):
 def test_virtual_tokens_are_refused() -> None:
     model = make_model("llama")
     wrapper = Wrapper(model, torch.randn(1, 3, 48))
-    with pytest.raises(UnsupportedModelError, match=r"^Wrapper computes more than its base .*\(PROMPT_TUNING\), such as"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"^Wrapper computes more than its base .*\(PROMPT_TUNING\), such as"
+    ):
         headscan.load(wrapper)  # type: ignore[arg-type]
 
 
@@ -69,7 +71,9 @@ def adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_an_adapter_without_peft_names_the_package(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_folder, "find_spec", lambda name: None)
-    with pytest.raises(ModelLoadError, match=r"holds an adapter of .*base, which needs the package peft\. Run `pip inst"):
+    with pytest.raises(
+        ModelLoadError, match=r"holds an adapter of .*base, which needs the package peft\. Run `pip inst"
+    ):
         headscan.load(adapter)
 
 

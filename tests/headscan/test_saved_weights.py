@@ -159,7 +159,9 @@ _SIZES: dict[str, dict[str, Any]] = {
 )
 def test_a_model_with_another_head_is_measured_as_in_memory(kind: str, name: str, tmp_path: Path) -> None:
     small = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    config = AutoConfig.for_model(kind, **{**small, "num_attention_heads": 4, "pad_token_id": 0, **_SIZES.get(kind, {})})
+    config = AutoConfig.for_model(
+        kind, **{**small, "num_attention_heads": 4, "pad_token_id": 0, **_SIZES.get(kind, {})}
+    )
     torch.manual_seed(0)
     model: PreTrainedModel = getattr(transformers, name)(config).eval()
     model.save_pretrained(tmp_path)
@@ -174,7 +176,9 @@ def test_a_head_of_an_unknown_class_is_named(folder: Path) -> None:
     change_config(folder, architectures=["LlamaForRewardModel"])
     assert headscan.load(folder).grid.num_layers == 3  # the checkpoint has a head for tokens
     change_weights(folder, lambda weights: {name: value for name, value in weights.items() if name != "lm_head.weight"})
-    message = r"saved as LlamaForRewardModel and lacks the head of LlamaForCausalLM: lm_head\.weight, .*\[\"LlamaModel\"\]"
+    message = (
+        r"saved as LlamaForRewardModel and lacks the head of LlamaForCausalLM: lm_head\.weight, .*\[\"LlamaModel\"\]"
+    )
     with pytest.raises(ModelLoadError, match=message):
         headscan.load(folder)
     change_config(folder, architectures=["LlamaModel"])
@@ -188,7 +192,10 @@ def test_a_head_of_an_unknown_class_is_named(folder: Path) -> None:
         (lambda name: f"module.{name}", r"30 weights with `module\.` in their names, which a wrapper such as Distr"),
         (lambda name: f"base_model.model.{name}", r"30 weights with `base_model\.model\.` in .*, which PEFT adds"),
         (lambda name: f"student.{name}", r"30 weights with `student\.` in their names, which a wrapper adds"),
-        (lambda name: name.replace("rs.1.", "rs.1._orig_mod."), r"9 weights with `_orig_mod\.` in .*torch\.compile adds"),
+        (
+            lambda name: name.replace("rs.1.", "rs.1._orig_mod."),
+            r"9 weights with `_orig_mod\.` in .*torch\.compile adds",
+        ),
     ],
 )
 def test_names_of_wrappers_are_the_cause(rename: Callable[[str], str], message: str, folder: Path) -> None:
@@ -206,7 +213,9 @@ def test_files_that_are_missing_or_stand_for_others_are_named(folder: Path) -> N
     with pytest.raises(ModelLoadError, match=rf"No such file .*{first.name}\. Copy or download it again"):
         headscan.load(folder)
     first.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    with pytest.raises(ModelLoadError, match=rf"{first.name} is a pointer of Git LFS, not the file\. Run `git lfs pull`"):
+    with pytest.raises(
+        ModelLoadError, match=rf"{first.name} is a pointer of Git LFS, not the file\. Run `git lfs pull`"
+    ):
         headscan.load(folder)
     first.write_bytes(whole[:-100])
     with pytest.raises(ModelLoadError, match=r"deserializing header.*\. Copy or download it again"):
@@ -218,7 +227,7 @@ def test_files_that_are_missing_or_stand_for_others_are_named(folder: Path) -> N
         headscan.load(folder)
 
 
-_OWN_CODE = '''
+_OWN_CODE = """
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -276,7 +285,7 @@ class OwnModel(PreTrainedModel):
         for block in self.blocks:
             x = block(x)
         return CausalLMOutput(logits=self.lm_head(x))
-'''
+"""
 
 
 def test_a_configuration_with_names_of_its_own(tmp_path: Path) -> None:

@@ -165,9 +165,8 @@ def test_a_context_without_a_pass_is_a_warning(caplog: pytest.LogCaptureFixture)
     lm = make_loaded("llama")
     with caplog.at_level(logging.WARNING, "headscan"), headscan.intervene(lm, CHANGES[0]):
         pass
-    assert caplog.messages == [
-        "no pass of LlamaForCausalLM ran while a hook was open on it: traced, exported and captured copies have no hooks"
-    ]
+    (message,) = caplog.messages
+    assert message.startswith("no pass of LlamaForCausalLM ran while a hook was open on it: traced, exported and")
     caplog.clear()
     with headscan.intervene(lm, CHANGES[0]):
         lm.model(input_ids=IDS)

@@ -6,7 +6,9 @@ import weakref
 
 import pytest
 import torch
+from torch import Tensor
 
+import headscan
 from headscan.ablation.intervention import intervene
 from headscan.ablation.masks import HeadMask
 from headscan.architectures import VOCABULARY
@@ -185,5 +187,7 @@ def test_quantised_weights_without_derivatives_are_refused(lost: str, path: str)
         expected = headscan.importance(make_loaded("llama"), ids)["importance"]
         torch.testing.assert_close(headscan.importance(lm, ids)["importance"], expected, rtol=0.05, atol=1e-3)
         return
-    with pytest.raises(UnsupportedModelError, match=rf"^{path}, a _Packed, has quantised weights through which no deri"):
+    with pytest.raises(
+        UnsupportedModelError, match=rf"^{path}, a _Packed, has quantised weights through which no deri"
+    ):
         headscan.importance(lm, ids)

@@ -52,7 +52,9 @@ ENTRIES: dict[str, Callable[[LoadedModel, Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_left_padding_is_refused(entry: str) -> None:
     lm = padded_by(PAD)
-    message = r"^sequence 0 is padded on the left: it begins with 3 padding ids \(3\) and has 3 tokens\. Pad on the right"
+    message = (
+        r"^sequence 0 is padded on the left: it begins with 3 padding ids \(3\) and has 3 tokens\. Pad on the right"
+    )
     with pytest.raises(HeadscanError, match=message):
         ENTRIES[entry](lm, LEFT, LENGTHS)
     ENTRIES[entry](lm, RIGHT, LENGTHS)
@@ -79,6 +81,7 @@ def test_the_tokenizer_knows_the_padding_id() -> None:
         (PAD, [11, PAD, 12, 0], 3),
         (PAD, [PAD, PAD, PAD, PAD], 2),
         (PAD, [PAD, 11, PAD, PAD], 2),  # padded on the right, by the id that the text begins with
+        (PAD, [PAD, 11, 12, 0], 3),
         (BEGIN, [BEGIN, 11, 12, BEGIN], 3),
         (BEGIN, [BEGIN, 11, 12, 0], 3),  # padded by headscan
         (BEGIN, [BEGIN, 11, 12, -100], 3),
@@ -90,11 +93,17 @@ def test_padding_ids_that_are_content_are_accepted(padding: int, row: list[int],
     refuse_left_padding(padded_by(padding), torch.tensor([row, [21] * len(row)]), torch.tensor([length, len(row)]))
 
 
+def test_lists_have_lengths_of_their_own() -> None:
+    lm = padded_by(PAD)
+    rows = [[PAD, 11, 12], [21, 22, 23, 24]]
+    alone = headscan.collect(lm, rows[:1])["entropy"]
+    torch.testing.assert_close(headscan.collect(lm, rows)["entropy"][:1], alone)
+
+
 @pytest.mark.parametrize(
     ("padding", "row", "length"),
     [
         (PAD, [PAD, 11, 12, END], 3),
-        (PAD, [PAD, 11, 12, 0], 3),
         (BEGIN, [BEGIN, 11, 12, 13], 3),
         (BEGIN, [BEGIN, BEGIN, BEGIN, 11, 12], 3),  # two of padding, and one that begins the text
         (END, [END, END, 11, 12, END], 3),
