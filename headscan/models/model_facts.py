@@ -72,7 +72,9 @@ def auto_class(config: PreTrainedConfig, source: str, trust_remote_code: bool) -
     if predicting is not None and is_saved_as(config, predicting):
         return predicting
     reads_text = predicting is not None or hasattr(config.get_text_config(), "vocab_size")
-    for auto in (*_OTHER_HEADS, AutoModelForTextEncoding, AutoModel):
+    # A decoder without a head predicts tokens by its embedding, if the two are tied.
+    is_tied = predicting is AutoModelForCausalLM and config.tie_word_embeddings
+    for auto in (*_OTHER_HEADS, AutoModelForTextEncoding, *(() if is_tied else (AutoModel,))):
         if reads_text and is_saved_as(config, auto):
             return auto
     if is_encoder(config) and saved_class(config).endswith("Model"):
