@@ -69,6 +69,7 @@ class HeadscanModel(HeadscanLM):
         dtype: str = "auto",
         revision: str | None = None,
         trust_remote_code: bool = False,
+        unused_weights: bool = False,
         bos: str = "auto",
         device: str | None = None,
         batch_tokens: int = BATCH_TOKENS,
@@ -82,7 +83,7 @@ class HeadscanModel(HeadscanLM):
             raise HarnessError("rule and threshold go together. Set both, or none")
         if plan_mode not in get_args(PlanMode):
             raise HarnessError(f"`plan_mode={plan_mode!r}`. Choose {' or '.join(get_args(PlanMode))}")
-        spec = ModelSpec(pretrained, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+        spec = ModelSpec(pretrained, dtype, revision, trust_remote_code, unused_weights=unused_weights)
         where = "auto" if device in (None, "cuda", "cuda:0") else device
         request = PlacementRequest(device=where)
         self._context = ModelContext(spec, ModelOpener(spec, TASK_TOKENS, request, batch_tokens, evaluates=True))

@@ -303,8 +303,8 @@ def refuse_compiled(lm: LoadedModel) -> None:
 
 
 def _refuse_other_attention(lm: LoadedModel) -> None:
-    """Raise if a model uses an attention function that was not checked when it was loaded. All functions of transformers
-    and headscan compute the same.
+    """Raise if a model uses an attention function that was not checked when it was loaded. All functions of
+    transformers and headscan compute the same.
     """
     for name, function in attention_functions(lm.model) - lm.attention:
         if name != "eager" and not function.startswith(("transformers.", "headscan.")):

@@ -73,7 +73,7 @@ def auto_class(config: PreTrainedConfig, source: str, trust_remote_code: bool) -
         return predicting
     reads_text = predicting is not None or hasattr(config.get_text_config(), "vocab_size")
     # A decoder without a head predicts tokens by its embedding, if the two are tied.
-    is_tied = predicting is AutoModelForCausalLM and config.tie_word_embeddings
+    is_tied = predicting is AutoModelForCausalLM and getattr(config, "tie_word_embeddings", False)
     for auto in (*_OTHER_HEADS, AutoModelForTextEncoding, *(() if is_tied else (AutoModel,))):
         if reads_text and is_saved_as(config, auto):
             return auto
