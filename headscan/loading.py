@@ -217,10 +217,11 @@ def read_model(spec: ModelSpec, config: PreTrainedConfig, device_map: str | dict
     if missing := {name for name in report["missing_keys"] if not name.startswith("pooler.")}:
         raise ModelLoadError(_why_missing(source, config, model, missing, report["unexpected_keys"]))
     if not spec.unused_weights and (unused := _unused(model, report["unexpected_keys"])):
-        more = f", ... ({len(unused)} weights)" if len(unused) > _SHOWN_WEIGHTS else ""
+        end = ", ..." if len(unused) > _SHOWN_WEIGHTS else "."
         raise ModelLoadError(
-            f"{source} has weights that its configuration does not use: {', '.join(unused[:_SHOWN_WEIGHTS])}{more}. "
-            "Correct config.json, or pass `unused_weights=True` to leave them out"
+            f"{source} has {len(unused)} weights that its configuration does not use: "
+            f"{', '.join(unused[:_SHOWN_WEIGHTS])}{end} Correct config.json, or pass `unused_weights=True` to leave "
+            "them out"
         )
     model.register_forward_pre_hook(_refuse_head_masks, with_kwargs=True)
     restart_dynamic_frequencies(model)
