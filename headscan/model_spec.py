@@ -28,6 +28,7 @@ class ModelSpec:
     safetensors: Annotated[
         bool, Option("permission to load pickled weights, which can run code", flag="--pickled-weights", negated=True)
     ] = True
+    unused_weights: Annotated[bool, Option("permission to leave out weights that config.json does not use")] = False
 
     def __post_init__(self) -> None:
         check_limits(self, ModelLoadError)

@@ -72,6 +72,7 @@ class HeadscanModel(HeadscanLM):
         dtype: str = "auto",
         revision: str | None = None,
         trust_remote_code: bool = False,
+        unused_weights: bool = False,
         bos: str = "auto",
         device: str | None = None,
         batch_tokens: int = BATCH_TOKENS,
@@ -98,7 +99,7 @@ class HeadscanModel(HeadscanLM):
             raise HarnessError(f"`plan_mode={plan_mode!r}`. Choose {' or '.join(get_args(PlanMode))}")
         # lm-eval reads words such as 7 as numbers.
         revision = None if revision is None else str(revision)
-        spec = ModelSpec(str(pretrained), dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+        spec = ModelSpec(str(pretrained), dtype, revision, trust_remote_code, unused_weights=unused_weights)
         where = "auto" if device in (None, "cuda", "cuda:0") else device
         request = PlacementRequest(device=str(where))
         self._context = ModelContext(spec, ModelOpener(spec, TASK_TOKENS, request, batch_tokens, evaluates=True))

@@ -17,7 +17,7 @@ from tests.sources import PACKAGES, ROOT, cycles, imports_of, modules, package_o
 
 #: What each package may import in addition to the standard library and itself.
 ALLOWED = {
-    "headscan": {"torch", "transformers", "accelerate", "numpy", "safetensors", "huggingface_hub", "gguf"},
+    "headscan": {"torch", "transformers", "accelerate", "numpy", "safetensors", "huggingface_hub", "gguf", "peft"},
     "headscan.cluster": {"ray", "headscan", "torch", "transformers", "numpy", "psutil"},
     "headscan.analysis": {
         "duckdb",

@@ -120,6 +120,7 @@ def _model_words(name: str, spec: Any) -> tuple[str, ...]:
         words += ["--dtype", str(spec["dtype"])]
     words += ["--trust-remote-code"] * bool(spec.get("trust_remote_code"))
     words += ["--pickled-weights"] * (spec.get("safetensors") is False)
+    words += ["--unused-weights"] * bool(spec.get("unused_weights"))
     return tuple(words)
 
 

@@ -13,7 +13,7 @@ import copy
 import inspect
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from math import isnan
 from numbers import Real
@@ -24,10 +24,11 @@ from torch import Tensor, nn
 
 from headscan.ablation.intervention import ZERO, InterventionRecord, LayerwiseAblation, OutputReplacer, Replacement
 from headscan.attention.calls import AttentionCall
-from headscan.attention.hooks import attention_hook, output_hook
+from headscan.attention.hooks import attention_hook, output_hook, watched_passes
 from headscan.catalog import MassWidths, statistics_for
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite
+from headscan.measure.collect import refuse_left_padding
 from headscan.models.forward_inputs import TokenMeans, real_tokens
 from headscan.models.loaded_model import LoadedModel
 from headscan.statistics.norm_statistics import ProjectionFactors
@@ -77,36 +78,26 @@ def mask_argument(lm: LoadedModel) -> str:
 
 
 class PaddingWatch:
-    """Counts forward passes and keeps the padding mask of the current one: None for a pass without a mask."""
+    """Counts forward passes and keeps the padding mask and the token ids of the current one: None for a pass without
+    them.
+    """
 
     def __init__(self, lm: LoadedModel) -> None:
         self.passes = 0
         self.mask: Any = None
+        self.ids: Any = None
         self._model = lm.model
         self._name = mask_argument(lm)
-        self._running: nn.Module | None = None
+        self._ids_name = self._name.replace("attention_mask", "input_ids")
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        with ExitStack() as hooks:
-            # Callers may run the base model directly, and some heads call an inner part of the model themselves.
-            for module in {self._model, self._model.base_model}:
-                hooks.callback(module.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
-                hooks.callback(module.register_forward_hook(self._end, always_call=True).remove)
-            yield
+    def watching(self) -> AbstractContextManager[None]:
+        return watched_passes(self._model, self._begin, lambda: None)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._running is not None:
-            return
-        self._running = module
         self.passes += 1
-        self.mask = kwargs.get(self._name)
-        if self.mask is None and args:
-            self.mask = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)).get(self._name)
-
-    def _end(self, module: nn.Module, *_: object) -> None:
-        if module is self._running:
-            self._running = None
+        if args:
+            kwargs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+        self.mask, self.ids = kwargs.get(self._name), kwargs.get(self._ids_name)
 
 
 def lengths_in_mask(mask: Any, tokens: int) -> Tensor:
@@ -277,13 +268,16 @@ class _ScoreHook:
         """Return the lengths on a device; computed and copied once a pass, since the pass waits for the copy."""
         key = (sequences, tokens, device)
         if key not in self._lengths:
-            lengths = _rule_lengths(self._lm, self._record_lengths, self.padding.mask, sequences, tokens)
+            lengths = _rule_lengths(self._lm, self._record_lengths, self.padding, sequences, tokens)
             self._lengths[key] = lengths.to(device)
         return self._lengths[key]
 
 
-def _rule_lengths(lm: LoadedModel, record_lengths: Tensor | None, mask: object, sequences: int, tokens: int) -> Tensor:
+def _rule_lengths(
+    lm: LoadedModel, record_lengths: Tensor | None, padding: PaddingWatch, sequences: int, tokens: int
+) -> Tensor:
     """Return real tokens (B,) of a batch, from the caller's lengths and the padding mask of the pass."""
+    mask, ids = padding.mask, padding.ids
     sources = {} if record_lengths is None else {"given": record_lengths}
     if mask is not None:
         sources[mask_argument(lm)] = lengths_in_mask(mask, tokens)
@@ -291,6 +285,8 @@ def _rule_lengths(lm: LoadedModel, record_lengths: Tensor | None, mask: object, 
         # Every query sees all tokens, padding included.
         sources[f"no {mask_argument(lm)}"] = torch.full((sequences,), tokens)
     lengths = agreed_lengths(sources, sequences, tokens)
+    if record_lengths is not None and isinstance(ids, Tensor) and ids.shape == (sequences, tokens):
+        refuse_left_padding(lm, ids, lengths)
     if lm.rope_lengths.vary:
         lm.rope_lengths.check(tokens, lengths.tolist())
     return lengths

@@ -16,6 +16,7 @@ function mode, sees both while it is entered; the model itself is not changed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -34,7 +35,9 @@ from headscan.attention.calls import AttentionCall, AttentionSession, ScoredCall
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.models.forward_inputs import without_autocast
-from headscan.models.loaded_model import LoadedModel
+from headscan.models.loaded_model import LoadedModel, StandIn, attention_functions
+
+_log = logging.getLogger("headscan")
 
 IMPLEMENTATION, MASKED, PROBE = "headscan", "headscan-masked", "headscan-probe"
 #: The session that answers the calls of an attention module, while a hook is open on it.
@@ -303,14 +306,17 @@ OutputVisitor = Callable[[AttentionSite, Tensor], Tensor | None]
 
 
 class _VisitorSession:
-    """The session of an attention hook, which shows each layer's attention to every visitor."""
+    """The session of an attention hook, which shows each layer's attention to every visitor. ``ran`` receives the paths
+    of the sites that were called.
+    """
 
-    def __init__(self, sites: dict[nn.Module, AttentionSite]) -> None:
-        self.sites = sites
+    def __init__(self, sites: dict[nn.Module, AttentionSite], ran: set[str]) -> None:
+        self.sites, self._ran = sites, ran
         self.visitors: list[AttentionVisitor] = []
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         site = self.sites[module]
+        self._ran.add(site.path)
         refuse_training(module)
         if isinstance(call, ScoredCall):
             refuse_unread(call.unread)
@@ -331,6 +337,19 @@ def refuse_compiled(lm: LoadedModel) -> None:
             raise UnsupportedModelError(
                 f"{name or 'the model'} is compiled, and compiled modules run without hooks. Load the model again, and "
                 "compile it after its heads are measured or ablated"
+            )
+
+
+def _refuse_other_attention(lm: LoadedModel) -> None:
+    """Raise if a model uses an attention function that was not checked when it was loaded. All functions of
+    transformers and headscan compute the same.
+    """
+    for name, function in attention_functions(lm.model) - lm.attention:
+        if name != "eager" and not function.startswith(("transformers.", "headscan.")):
+            loaded = ", ".join(sorted(name for name, _ in lm.attention))
+            raise UnsupportedModelError(
+                f"the model attends by {name!r} now, and attended by {loaded!r} when it was loaded. Pass it to "
+                "`headscan.load` again, which checks its attention"
             )
 
 
@@ -355,10 +374,94 @@ def refuse_training(model: nn.Module) -> None:
 
 
 @contextmanager
+def watched_passes(
+    model: PreTrainedModel, begin: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None], end: Callable[[], None]
+) -> Iterator[None]:
+    """Call ``begin`` before each pass of a model, with its module and arguments, and ``end`` after it unless it fails.
+    Neither runs in passes inside a pass.
+    """
+    running: nn.Module | None = None
+
+    def entered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal running
+        if running is None:
+            running = module
+            begin(module, args, kwargs)
+
+    def ended(module: nn.Module, *_: Any) -> None:
+        if module is running:
+            end()
+
+    def left(module: nn.Module, *_: Any) -> None:
+        nonlocal running
+        if module is running:
+            running = None
+
+    with ExitStack() as hooks:
+        # Callers may run the base model directly, and some heads call an inner part of the model themselves.
+        for module in {model, model.base_model}:
+            hooks.callback(module.register_forward_pre_hook(entered, with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(ended).remove)
+            hooks.callback(module.register_forward_hook(left, always_call=True).remove)
+        yield
+
+
+@contextmanager
+def _checked_passes(model: PreTrainedModel, grid: HeadGrid, paths: Iterable[str]) -> Iterator[set[str]]:
+    """Yield a set to which the hooks of the modules ``paths``, one a site, add their path when they run. Raise at the
+    end of a pass in which some did not: compiled, traced and replaced forwards skip the hooks of the modules inside.
+    """
+    expected = frozenset(paths)
+    ran: set[str] = set()
+    seen, reads_text = False, True
+
+    def begin(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal seen, reads_text
+        seen = True
+        ran.clear()
+        # `generate` runs the encoder once, by itself, and hands its output to every pass.
+        reads_text = grid.kind != "encoder" or kwargs.get("encoder_outputs") is None
+
+    def end() -> None:
+        if len(ran) < len(expected) and reads_text:
+            skipped = sorted(path for path in expected - ran if not _is_left_out(model, path))
+            if skipped:
+                raise UnsupportedModelError(
+                    f"{skipped[0]} ran without its hook ({len(skipped)} of {len(expected)} layers): its forward, or "
+                    "that of a module around it, is compiled, traced or replaced. Load the model again, and compile it "
+                    "after its heads are measured or ablated"
+                )
+
+    with watched_passes(model, begin, end):
+        yield ran
+    if not (seen or ran):
+        _log.warning(
+            "no pass of %s ran while a hook was open on it: traced, exported and captured copies have no hooks",
+            type(model).__name__,
+        )
+
+
+def _is_left_out(model: PreTrainedModel, path: str) -> bool:
+    """Return True if a pass does not run a module on purpose: headscan replaced a block around it, or the configuration
+    has fewer layers now, as while `generate` drafts tokens with the first ones.
+    """
+    layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    module: Any = model
+    for name in path.split("."):
+        if isinstance(module, nn.ModuleList) and isinstance(layers, int) and int(name) >= layers:
+            return True
+        module = getattr(module, name)
+        if isinstance(vars(module).get("forward"), StandIn):
+            return True
+    return False
+
+
+@contextmanager
 def attention_hook(lm: LoadedModel, visitor: AttentionVisitor) -> Iterator[None]:
     """Show every attention call to ``visitor``, in addition to others; only one thread may use hooks on a model."""
     refuse_compiled(lm)
     refuse_training(lm.model)
+    _refuse_other_attention(lm)
     with visited_attention(lm.model, lm.grid, visitor):
         yield
 
@@ -376,7 +479,8 @@ def visited_attention(model: PreTrainedModel, grid: HeadGrid, visitor: Attention
     assert session is None or isinstance(session, _VisitorSession)
     with ExitStack() as cleanup:
         if session is None:
-            session = _VisitorSession(sites)
+            ran = cleanup.enter_context(_checked_passes(model, grid, [site.path for site in grid.sites]))
+            session = _VisitorSession(sites, ran)
             cleanup.enter_context(open_session(sites, session))
             if any(site.by_interface for site in grid.sites):
                 cleanup.enter_context(attention_implementation(model, grid.implementation))
@@ -395,13 +499,15 @@ def output_hook(lm: LoadedModel, visit: OutputVisitor) -> Iterator[None]:
     refuse_training(lm.model)
 
     def hook(site: AttentionSite, projection: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        ran.add(site.output_projection)
         refuse_training(projection)
         outputs_BNHD = args[0].unflatten(-1, (site.num_attention_heads, site.value_dim))
         with without_autocast(outputs_BNHD.device):
             replacement_BNHD = visit(site, outputs_BNHD)
         return None if replacement_BNHD is None else (replacement_BNHD.flatten(-2), *args[1:])
 
-    with ExitStack() as cleanup:
+    projections = [site.output_projection for site in lm.grid.sites]
+    with _checked_passes(lm.model, lm.grid, projections) as ran, ExitStack() as cleanup:
         for site in lm.grid.sites:
             projection = lm.module(site.output_projection)
             cleanup.callback(projection.register_forward_pre_hook(partial(hook, site)).remove)

@@ -1,4 +1,5 @@
-"""The folder of a model, checked without importing transformers; GGUF files and DeciLM folders are converted.
+"""The folder of a model, checked without importing transformers; GGUF files, DeciLM folders and PEFT adapters are
+converted.
 
 A GGUF file holds quantised weights. They are dequantised to float32, which represents each of them exactly, and saved
 with the configuration and the tokenizer of the file. The folder lies in the cache of headscan, is named after the file,
@@ -14,13 +15,13 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from headscan.checkpoints.decilm_source import recorded_config, write_pruned_folder
-from headscan.errors import ModelLoadError, first_line
+from headscan.errors import HeadscanError, ModelLoadError, first_line
 
 #: Name of the real model that a package holds, the package, and what installs both it and the reader.
 SMOLLM2 = "smollm2"
@@ -81,6 +82,75 @@ def decilm_folder(path: Path) -> Path:
         others.update(f"{file.name}:{file.stat().st_size}:".encode() + file.read_bytes())
     folder = _cache() / "decilm" / f"{others.hexdigest()[:16]}{weights_hash(path)}" / path.resolve().name
     return _converted(path, folder, lambda scratch: write_pruned_folder(path, scratch))
+
+
+#: File of a folder that holds a PEFT adapter.
+_ADAPTER = "adapter_config.json"
+#: Class of PEFT that loads an adapter with its base model, by the adapter's task.
+_OF_TASK = {
+    "SEQ_2_SEQ_LM": "AutoPeftModelForSeq2SeqLM",
+    "SEQ_CLS": "AutoPeftModelForSequenceClassification",
+    "TOKEN_CLS": "AutoPeftModelForTokenClassification",
+    "QUESTION_ANS": "AutoPeftModelForQuestionAnswering",
+    "FEATURE_EXTRACTION": "AutoPeftModelForFeatureExtraction",
+}
+
+
+def adapter_folder(path: Path) -> Path:
+    """Return the folder of a base model with a PEFT adapter merged into it; the first call merges them."""
+    from headscan.checkpoints.headers import update_with_samples, weights_hash
+
+    try:
+        facts = json.loads((path / _ADAPTER).read_text("utf-8"))
+        base = str(facts["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise ModelLoadError(
+            f"{path / _ADAPTER} names no base model: {first_line(problem)}. Save it again"
+        ) from problem
+    if find_spec("peft") is None:
+        raise ModelLoadError(f"{path} holds an adapter of {base}, which needs the package peft. Run `pip install peft`")
+    digest = hashlib.sha256(f"{base}:{weights_hash(base)}:".encode())
+    for file in sorted(file for file in path.iterdir() if file.is_file()):
+        digest.update(f"{file.name}:{file.stat().st_size}:".encode())
+        update_with_samples(digest, file)
+    folder = _cache() / "adapters" / digest.hexdigest()[:16] / path.resolve().name
+    return _converted(path, folder, lambda scratch: _merge(path, base, facts.get("task_type"), scratch))
+
+
+def _merge(path: Path, base: str, task: str | None, folder: Path) -> None:
+    import peft
+    from transformers import AutoTokenizer
+
+    loader: Any = getattr(peft, _OF_TASK.get(str(task), "AutoPeftModelForCausalLM"))
+    has_tokenizer = any(path.glob("tokenizer*"))
+    try:
+        with no_progress_bar():
+            adapted: Any = loader.from_pretrained(path)
+            if adapted.active_peft_config.is_prompt_learning:
+                kind = adapted.active_peft_config.peft_type.value
+                raise ModelLoadError(
+                    f"{path} adds virtual tokens to {base} ({kind}), which cannot be measured. Load the "
+                    "base model, or an adapter of weights such as LoRA"
+                )
+            merged: Any = adapted.merge_and_unload()
+            merged.save_pretrained(folder)
+            with nullcontext() if has_tokenizer else suppress(OSError, ValueError):  # the base may have no tokenizer
+                AutoTokenizer.from_pretrained(path if has_tokenizer else base).save_pretrained(folder)
+    except HeadscanError:
+        raise
+    except Exception as problem:
+        raise ModelLoadError(
+            f"{path} cannot be merged with its base model {base}: {first_line(problem)}. Merge it "
+            "(merge_and_unload), and give the folder of the result"
+        ) from problem
+
+
+def _is_adapter(path: Path) -> bool:
+    """Return True for a folder that holds a PEFT adapter and no model."""
+    if not (path / _ADAPTER).is_file():
+        return False
+    files = (file.name for kind in ("*.safetensors", "*.bin") for file in path.glob(kind))
+    return all(name.startswith("adapter_") for name in files)
 
 
 def _converted(path: Path, folder: Path, convert: Callable[[Path], None]) -> Path:
@@ -189,14 +259,16 @@ DEMO_FOLDER = Path(__file__).parents[1] / "pipelines" / "demo" / "demo-5m"
 
 
 def locate(source: str) -> str:
-    """Return the folder of ``demo``, ``smollm2`` (an installed package), a GGUF file or a DeciLM folder of headscan;
-    others stay as they are.
+    """Return the folder of ``demo``, ``smollm2`` (an installed package), a GGUF file, a PEFT adapter or a DeciLM folder
+    of headscan; others stay as they are.
     """
     path = Path(source)
     if source == DEMO_MODEL and not path.exists():
         return str(DEMO_FOLDER)
     if (source == SMOLLM2 and not path.exists()) or _is_gguf(path):
         return str(gguf_folder(packaged_file() if source == SMOLLM2 else path))
+    if _is_adapter(path):
+        return str(adapter_folder(path))
     if recorded_config(path) is not None:
         return str(decilm_folder(path))
     return source
@@ -224,7 +296,33 @@ def check_folder(source: str) -> str:
         raise ModelLoadError(f"no model at {source}: there is no such {kind}. Check the path")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelLoadError(f"no model at {source}: it has no config.json. Give a folder that save_pretrained wrote")
+    if folder.is_dir():
+        _check_files(folder)
     return source
+
+
+#: Start and largest size of the text file that Git checks out in place of a large file.
+_LFS, _LFS_BYTES = b"version https://git-lfs", 1024
+
+
+def _check_files(folder: Path) -> None:
+    """Raise if a folder holds pointers of Git LFS instead of files, or parts of weights without their index."""
+    for file in sorted(folder.iterdir()):
+        if file.is_file() and file.stat().st_size <= _LFS_BYTES:
+            with file.open("rb") as content:
+                if content.read(len(_LFS)) == _LFS:
+                    raise ModelLoadError(
+                        f"{file} is a pointer of Git LFS, not the file. Run `git lfs pull` in {folder}, or download it"
+                    )
+    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
+        shards = sorted(folder.glob(f"{stem}-*-of-*.{suffix}"))
+        index = folder / f"{stem}.{suffix}.index.json"
+        whole = any((folder / name).is_file() for name in ("model.safetensors", "pytorch_model.bin"))
+        if shards and not index.is_file() and not whole and not any(folder.glob("*.index.json")):
+            raise ModelLoadError(
+                f"{folder} has {len(shards)} parts of weights and no {index.name}, which names their tensors. Copy it, "
+                "too"
+            )
 
 
 def _is_gguf(path: Path) -> bool:

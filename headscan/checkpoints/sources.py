@@ -74,11 +74,18 @@ def why_not(source: str, problem: Exception, options: Mapping[str, Any] | None =
         "not a valid model identifier" in text or "404" in text or "not a local folder" in text
     ):
         return f"no model {source!r}: not a folder, not on the hub. Check the name, or run `hf auth login`"
+    if "file named config.json" in text and not Path(source).exists():
+        return (
+            f"{source} has no config.json on the hub. If it holds an adapter, download it (`hf download`) and give its "
+            "folder"
+        )
     if "safetensors" in text and "no file named" in text.lower():
         return f"{source} has no safetensors weights. Convert them, or pass `safetensors=False`"
     if "trust_remote_code" in text:
         return f"{source} needs Python code from its repository. Read that code, then pass `trust_remote_code=True`"
-    return f"{source} does not load: {first_line(problem)}"
+    damaged = "No such file" in text or "deserializing header" in text
+    fix = ". Copy or download it again" if damaged and Path(source).exists() else ""
+    return f"{source} does not load: {first_line(problem)}{fix}"
 
 
 #: Keys of a configuration's ``auto_map`` whose code runs when a model is loaded for text.
@@ -88,6 +95,8 @@ _CODE_CLASSES = (
     "AutoModelForMaskedLM",
     "AutoModelForImageTextToText",
     "AutoModelForSeq2SeqLM",
+    "AutoModelForSequenceClassification",
+    "AutoModel",
 )
 
 

@@ -44,6 +44,7 @@ from headscan.gradients.head_importance import default_loss, must_recompute
 from headscan.gradients.losses import Loss
 from headscan.grid import AttentionSite, Head, HeadGrid
 from headscan.layers.blocks import find_blocks
+from headscan.measure.collect import refuse_left_padding
 from headscan.models.forward_inputs import widened, without_autocast
 from headscan.models.loaded_model import LoadedModel, logits_at
 from headscan.pruning.calibration import Calibration
@@ -329,6 +330,7 @@ class GateFit:
                 f"token ids from {int(calibration.ids.min())} to {int(calibration.ids.max())} (limit 0 to "
                 f"{lm.vocab_size - 1}). Use the model's tokenizer"
             )
+        refuse_left_padding(lm, calibration.ids, calibration.lengths)
         if lm.grid.predicts_next_token:
             find_blocks(lm)  # it runs another batch, which would not fit the gates
         self._lm, self._texts, self._config = lm, calibration, config

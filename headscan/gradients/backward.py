@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from headscan.attention.hooks import output_hook
+from headscan.errors import UnsupportedModelError
 from headscan.gradients.losses import Loss
 from headscan.grid import AttentionSite
 from headscan.layers.blocks import Blocks, find_blocks
@@ -163,6 +164,7 @@ def backward(
     leaves = dict(gates or {})
     pass_ = _Pass(lm, loss, on_heads, on_outputs, leaves)
     with torch.inference_mode(False), frozen_weights(lm.model):
+        refuse_lost_derivatives(lm)
         if not lm.grid.predicts_next_token:
             pass_.whole_model()
         else:
@@ -173,6 +175,48 @@ def backward(
             if top is not None:
                 pass_.from_last_block(blocks, top)
     return pass_.found
+
+
+#: Dtypes of weights that have derivatives.
+_DIFFERENTIABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def refuse_lost_derivatives(lm: LoadedModel) -> None:
+    """Raise if a quantised module passes no derivative on to its input. Kernels without one cut the graph in silence.
+    One module of each kind is tried on random numbers: it is linear, so the derivative follows from its outputs.
+    """
+    kinds: dict[tuple[object, ...], tuple[str, nn.Module]] = {}
+    for name, module in lm.model.named_modules():
+        own = [*module._parameters.values(), *module._buffers.values()]
+        tensors = [tensor for tensor in own if tensor is not None and not tensor.is_meta]
+        facts = {(type(tensor), tensor.dtype) for tensor in tensors}
+        quantised = any(kind not in (Tensor, nn.Parameter) or dtype not in _DIFFERENTIABLE for kind, dtype in facts)
+        if quantised and hasattr(module, "in_features"):
+            kinds.setdefault((type(module), frozenset(facts)), (name, module))
+    for name, module in kinds.values():
+        if _loses_derivative(module, lm.model.dtype):
+            raise UnsupportedModelError(
+                f"{name}, a {type(module).__name__}, has quantised weights through which no derivatives pass. Load the "
+                "model without quantisation"
+            )
+
+
+def _loses_derivative(module: Any, dtype: torch.dtype) -> bool:
+    device = next(iter((*module.parameters(), *module.buffers()))).device
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(1, 4, module.in_features, generator=generator).to(device, dtype).requires_grad_()
+    with torch.enable_grad():
+        out = module.forward(values)
+        if not out.requires_grad:
+            return True
+        weights = torch.randn(out.shape, generator=generator).to(out)
+        (gradient,) = torch.autograd.grad((out * weights).sum(), values, allow_unused=True)
+    if gradient is None:
+        return True
+    with torch.no_grad():
+        expected = (weights * (out - module.forward(torch.zeros_like(values)))).double()
+        found = (values * gradient).double()
+        return bool((found.sum() - expected.sum()).abs() > 0.1 * expected.norm())
 
 
 @dataclass

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,7 +150,8 @@ def must_recompute(lm: LoadedModel, loss: Loss) -> bool:
     """Return True if the graph of all blocks may be too large to keep."""
     if any(weight.is_meta for weight in lm.model.parameters()):
         return True  # the graph would keep weights that accelerate offloads
-    tokens, width = loss.inputs["input_ids"].numel(), lm.model.config.get_text_config().hidden_size or 0
+    embeddings: Any = lm.model.get_input_embeddings()
+    tokens, width = loss.inputs["input_ids"].numel(), embeddings.weight.shape[-1]
     return _KEPT_STATES * tokens * width * lm.grid.num_layers * lm.model.dtype.itemsize > _GRAPH_BYTES
 
 

@@ -238,6 +238,7 @@ def _mask(ids: Tensor, lengths: Tensor) -> Tensor:
 def check_ids(lm: LoadedModel, input_ids: TokenIds, lengths: Tensor | Sequence[int] | None) -> tuple[Tensor, Tensor]:
     """Return token ids (B, N), as wide as the longest sequence, and lengths (B,) on the model's input device."""
     check_loaded(lm)
+    padded_here = not isinstance(input_ids, Tensor | np.ndarray)
     input_ids, lengths = token_ids(lm, input_ids, lengths)
     if not _holds_integers(input_ids):
         raise SequenceError(
@@ -258,6 +259,8 @@ def check_ids(lm: LoadedModel, input_ids: TokenIds, lengths: Tensor | Sequence[i
         raise SequenceError(
             f"lengths are out of range: {int(lengths.min())} to {int(lengths.max())} (limit 1 to {N}). Correct them"
         )
+    if not padded_here:
+        refuse_left_padding(lm, input_ids, lengths)
     longest = int(lengths.max())
     if not lm.keeps_padding:
         input_ids = input_ids[:, :longest]  # the other columns are padding in every row
@@ -276,6 +279,36 @@ def check_ids(lm: LoadedModel, input_ids: TokenIds, lengths: Tensor | Sequence[i
         input_ids = input_ids.where(real, PADDING)  # the model has no embedding for ids such as -100
     lm.rope_lengths.check(longest, lengths.tolist())
     return input_ids.to(lm.device), lengths.to(lm.device)
+
+
+def refuse_left_padding(lm: LoadedModel, ids: Tensor, lengths: Tensor) -> None:
+    """Raise if a sequence of a batch (B, N) with lengths (B,) is padded on the left: it begins with as many padding ids
+    as it has tokens to spare, and ends with tokens. A text that begins with padding ids itself has to be padded on the
+    right by the same id, by `PADDING` or by no id of the vocabulary.
+    """
+    tokens = ids.shape[1]
+    lengths = lengths.to(ids.device)
+    padded = lengths < tokens
+    if not bool(padded.any()):
+        return
+    in_front, behind = real_tokens(tokens - lengths, tokens), ~real_tokens(lengths, tokens)
+    for padding in _padding_ids(lm):
+        is_padding = ids == padding
+        is_no_token = is_padding | (ids == PADDING) | (ids < 0) | (ids >= lm.vocab_size)
+        left = padded & (is_padding | ~in_front).all(1) & ~(is_no_token | ~behind).all(1)
+        if bool(left.any()):
+            row = int(left.nonzero()[0])
+            raise SequenceError(
+                f"sequence {row} is padded on the left: it begins with {tokens - int(lengths[row])} padding ids "
+                f"({padding}) and has {int(lengths[row])} tokens. Pad on the right (tokenizer.padding_side = 'right')"
+            )
+
+
+def _padding_ids(lm: LoadedModel) -> set[int]:
+    """Return the padding ids of a model's tokenizer and configuration."""
+    holders = (lm.tokenizer, lm.model.config, lm.model.config.get_text_config(decoder=True))
+    ids = (getattr(holder, "pad_token_id", None) for holder in holders)
+    return {each for each in ids if isinstance(each, int)}
 
 
 def _holds_integers(x: Tensor) -> bool:

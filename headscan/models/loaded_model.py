@@ -12,13 +12,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from headscan.errors import ModelLoadError, UnsupportedModelError, check_type
@@ -26,6 +26,11 @@ from headscan.grid import HeadGrid
 from headscan.models.forward_inputs import input_device
 from headscan.models.model_facts import RopeLengths, usable_positions
 from headscan.models.token_batches import MemoryLimit
+
+
+class StandIn(partial[Any]):
+    """The forward of a module that headscan replaces for a while, see `Block.replaced`."""
+
 
 #: Called with the input of a block and the KV cache; returns a replacement of the input, or None to keep it.
 HiddenHook = Callable[[Tensor, Cache | None], Tensor | None]
@@ -82,7 +87,7 @@ class Block:
 
         own = vars(self.module)
         before = own.get("forward")
-        own["forward"] = forward
+        own["forward"] = StandIn(forward)
         try:
             yield
         finally:
@@ -150,8 +155,11 @@ def _block_lists(model: PreTrainedModel) -> list[tuple[str, int]]:
         return [(name, len(lists[name])) for name in lists if name in both]
     layers = int(getattr(config, "num_hidden_layers", 0))
     # A list may end with other blocks, such as those that predict a further token.
-    of_layers = [name for name, blocks in lists.items() if layers and len(blocks) >= layers]
-    return [(max(of_layers, key=sizes.__getitem__), layers)] if of_layers else []
+    of_layers = [name for name, blocks in lists.items() if len(blocks) >= layers]
+    if not of_layers:
+        return []
+    largest = max(of_layers, key=sizes.__getitem__)
+    return [(largest, layers or len(lists[largest]))]  # configurations of remote code may name the number otherwise
 
 
 @dataclass(frozen=True)
@@ -237,6 +245,18 @@ def _has_weights(model: nn.Module, name: str) -> bool:
     return not isinstance(part, nn.Module) or any(True for _ in part.parameters())
 
 
+def attention_functions(model: PreTrainedModel) -> frozenset[tuple[str, str]]:
+    """Return the attention implementations that the configurations inside a model name, with their functions. A model
+    has its own function for ``eager``.
+    """
+    functions = AttentionInterface()
+    names = {str(part.config._attn_implementation) for part in model.modules() if isinstance(part, PreTrainedModel)}
+    found = {name: functions.get(name) for name in names}
+    return frozenset(
+        (name, f"{getattr(f, '__module__', '')}.{getattr(f, '__qualname__', '')}") for name, f in found.items()
+    )
+
+
 @dataclass(frozen=True, repr=False)
 class LoadedModel:
     """A model whose heads can be measured.
@@ -251,6 +271,7 @@ class LoadedModel:
         blocks: By name of a list of blocks, the result of `blocks.find_blocks`.
         projection_factors: By name of an output projection, the checksum of its weight and its factor
             (`headscan.statistics.norm_statistics`).
+        attention: Names and functions of the model's attention (`attention_functions`) when its heads were discovered.
     """
 
     model: PreTrainedModel
@@ -266,9 +287,14 @@ class LoadedModel:
     )
 
     blocks: dict[str, FoundBlocks] = field(default_factory=dict, compare=False, repr=False, kw_only=True)
+    attention: frozenset[tuple[str, str]] = field(default=frozenset(), compare=False, repr=False, kw_only=True)
 
     #: True if a pass must be as wide as its ids, padding included.
     keeps_padding: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not self.attention:
+            object.__setattr__(self, "attention", attention_functions(self.model))
 
     def __repr__(self) -> str:
         tokens = "" if self.max_tokens is None else f", {self.max_tokens:,} tokens"
@@ -365,11 +391,18 @@ def logits_at(lm: LoadedModel, ids: Tensor, rows: list[int], columns: list[int],
         kept = sorted(set(columns))
         kwargs["logits_to_keep"] = torch.tensor(kept, device=lm.device)
         columns = [kept.index(column) for column in columns]
-    with head.register_forward_pre_hook(gather) if is_module else nullcontext():
-        logits: Tensor | None = getattr(lm.model(input_ids=ids.to(lm.device), **kwargs), "logits", None)
-    if logits is None:
+    logits: Tensor | None = None
+    if "ForMultipleChoice" not in type(lm.model).__name__:  # it reads its input as the choices of one question
+        with head.register_forward_pre_hook(gather) if is_module else nullcontext():
+            logits = getattr(lm.model(input_ids=ids.to(lm.device), **kwargs), "logits", None)
+    if logits is None or not (gathered or (logits.ndim == 3 and logits.shape[-1] >= _vocabulary(lm))):
         raise UnsupportedModelError(
-            f"{lm.source} predicts no tokens: it was saved without an output head. Measure its heads with a scan, or"
-            " load a model with a head"
+            f"{lm.source} predicts no tokens: it was saved without an output head for them "
+            f"({type(lm.model).__name__}). Measure its heads with a scan, or load a model with such a head"
         )
     return logits[0] if gathered else logits[rows, columns]
+
+
+def _vocabulary(lm: LoadedModel) -> int:
+    """Return the number of tokens that a model may predict, at least; the embedding may have further rows."""
+    return min(lm.vocab_size, int(lm.model.config.get_text_config(decoder=True).vocab_size))

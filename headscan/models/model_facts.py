@@ -21,8 +21,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
+    AutoModelForNextSentencePrediction,
+    AutoModelForQuestionAnswering,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    AutoModelForTextEncoding,
+    AutoModelForTokenClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -30,22 +35,65 @@ from transformers import (
 from headscan.errors import HeadIndexError, HeadscanError, ModelLoadError, SequenceError, first_line
 from headscan.models.token_batches import is_out_of_memory
 
+#: Classes of models whose heads predict no tokens; only their attention has a use here.
+_OTHER_HEADS = (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoModelForQuestionAnswering,
+    AutoModelForMultipleChoice,
+    AutoModelForNextSentencePrediction,
+)
+#: Classes that code of a repository may define, in order of preference.
+_OWN_CLASSES = (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoModel,
+)
+
 
 def auto_class(config: PreTrainedConfig, source: str, trust_remote_code: bool) -> Any:
-    """Return the class that loads a text model of this configuration."""
-    if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
-        return AutoModelForCausalLM
+    """Return the class that loads a text model of this configuration: the one that saved it, unless that has another
+    head next to one that predicts tokens.
+    """
+    if trust_remote_code and (own := getattr(config, "auto_map", None)):
+        offered = [auto for auto in _OWN_CLASSES if auto.__name__ in own]
+        as_saved = [auto for auto in offered if str(own[auto.__name__]).endswith(f".{saved_class(config)}")]
+        if offered:
+            return (as_saved or offered)[0]
     order: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForImageTextToText)
     if config.is_encoder_decoder:
         order = (AutoModelForSeq2SeqLM,)
     elif is_encoder(config):
-        order = (AutoModelForSequenceClassification if is_classifier(config) else AutoModelForMaskedLM,)
-        if is_headless(config):
-            return AutoModel
-    for auto in order:
-        if type(config) in auto._model_mapping:
+        order = (AutoModelForMaskedLM,)
+    predicting = next((auto for auto in order if type(config) in auto._model_mapping), None)
+    if predicting is not None and is_saved_as(config, predicting):
+        return predicting
+    reads_text = predicting is not None or hasattr(config.get_text_config(), "vocab_size")
+    # A decoder without a head predicts tokens by its embedding, if the two are tied.
+    is_tied = predicting is AutoModelForCausalLM and getattr(config, "tie_word_embeddings", False)
+    for auto in (*_OTHER_HEADS, AutoModelForTextEncoding, *(() if is_tied else (AutoModel,))):
+        if reads_text and is_saved_as(config, auto):
             return auto
-    raise ModelLoadError(f"{source} does not predict text tokens: model type {config.model_type!r}. Choose another")
+    if is_encoder(config) and saved_class(config).endswith("Model"):
+        return AutoModel  # sentence encoders
+    if predicting is None:
+        raise ModelLoadError(f"{source} does not predict text tokens: model type {config.model_type!r}. Choose another")
+    return predicting
+
+
+def saved_class(config: PreTrainedConfig) -> str:
+    """Return the name of the class that saved a configuration; empty if the configuration does not have it."""
+    return str((config.architectures or [""])[0])
+
+
+def is_saved_as(config: PreTrainedConfig, auto: Any) -> bool:
+    """Return True if a model was saved by a class that ``auto`` chooses for its configuration."""
+    chosen = auto._model_mapping.get(type(config), ())
+    classes = chosen if isinstance(chosen, tuple | list) else (chosen,)
+    return saved_class(config) in {each.__name__ for each in classes}
 
 
 def is_encoder(config: PreTrainedConfig) -> bool:
@@ -59,14 +107,7 @@ def is_encoder(config: PreTrainedConfig) -> bool:
 
 def is_classifier(config: PreTrainedConfig) -> bool:
     """Return True for an encoder that was saved with a classification head."""
-    saved = config.architectures or ()
-    return is_encoder(config) and any(name.endswith("ForSequenceClassification") for name in saved)
-
-
-def is_headless(config: PreTrainedConfig) -> bool:
-    """Return True for an encoder that was saved without a head, as sentence encoders are."""
-    saved = config.architectures or ()
-    return is_encoder(config) and bool(saved) and all(name.endswith("Model") for name in saved)
+    return is_encoder(config) and is_saved_as(config, AutoModelForSequenceClassification)
 
 
 #: What a model's code raises for a kind of call that it does not support. Anything else is a bug or a full machine.

@@ -59,11 +59,17 @@ def forward_flops(spec: ModelSpec) -> ForwardFlops:
     layout = find_layout(model)
     words: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
+    text = config.get_text_config()
+    # Under other names a configuration does not show the widths: keys and values are about as wide as a hidden state.
+    named = hasattr(text, "num_hidden_layers") and hasattr(text, "num_attention_heads")
+    widths: dict[int | None, int] = (
+        _widths(text) if named else {None: 2 * int(words.weight.shape[1]) * len(layout.blocks)}
+    )
     separate = sum(parameter.numel() for name, parameter in model.named_parameters() if layout.part_of(name) == "head")
     return ForwardFlops(
         parameters=_used_parameters(model) - words.weight.numel() - separate,
         head=0 if head is None else head.weight.numel(),
-        widths=_widths(config.get_text_config()),
+        widths=widths,
     )
 
 

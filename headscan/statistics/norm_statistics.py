@@ -148,8 +148,12 @@ class ProjectionFactors:
     def __init__(self, lm: LoadedModel) -> None:
         self._lm, self._cached = lm, lm.projection_factors
         multipliers: dict[object, Tensor] = {}
-        paths = [site.output_projection for site in lm.grid.sites]
-        tensors = {path: _checksum(lm.module(path), multipliers) for path in paths}
+        tensors = {
+            site.output_projection: _checksum(
+                lm.module(site.output_projection), site.num_attention_heads * site.value_dim, multipliers
+            )
+            for site in lm.grid.sites
+        }
         self._checksums: dict[str, float | None] = dict.fromkeys(tensors)
         of_weights_in_memory = {path: checksum for path, checksum in tensors.items() if checksum is not None}
         self._checksums |= {path: float(checksum) for path, checksum in on_cpu(of_weights_in_memory).items()}
@@ -195,18 +199,40 @@ def _factor(rows_HDM: Tensor) -> Tensor:
     return factor_HDD
 
 
+def _is_plain(projection: nn.Module) -> bool:
+    """Return True for a module that multiplies by a matrix of floating-point numbers that it keeps as such."""
+    weight: Any = getattr(projection, "weight", None)
+    is_matrix = type(weight) in (Tensor, nn.Parameter) and weight.dtype in _PLAIN
+    return is_matrix and isinstance(projection, (nn.Linear, Conv1D))
+
+
 def _head_rows(projection: nn.Module, site: AttentionSite) -> Tensor:
-    """Return a view of each head's rows of the matrix, (H, D, M)."""
+    """Return each head's rows of the matrix, (H, D, M); a view of it unless the weight is quantised or has adapters."""
+    if not _is_plain(projection):
+        return _computed_rows(projection, site)
     weight = projection.get_parameter("weight").detach()
-    if weight.dtype not in _PLAIN or not isinstance(projection, (nn.Linear, Conv1D)):
-        raise UnsupportedModelError(
-            f"projected_output_norm does not support the output projection: layer {site.layer} is a "
-            f"{type(projection).__name__} of {weight.dtype}. Merge adapters (merge_and_unload), or measure the other "
-            "statistics"
-        )
     # A Linear keeps (out, in); GPT-2's Conv1D keeps (in, out).
     rows = weight.T if isinstance(projection, nn.Linear) else weight
     return rows.unflatten(0, (site.num_attention_heads, site.value_dim))
+
+
+def _computed_rows(projection: nn.Module, site: AttentionSite) -> Tensor:
+    """Return each head's rows of the matrix of a linear module (H, D, M), from its outputs for unit vectors."""
+    H, D = site.num_attention_heads, site.value_dim
+    like = _input_like(projection)
+    units_HDC = torch.eye(H * D, dtype=like.dtype, device=like.device).view(H, D, H * D)
+    bias_M = projection.forward(torch.zeros_like(units_HDC[:1, :1]))[0, 0]
+    return torch.cat([projection.forward(units_DC[None]) - bias_M for units_DC in units_HDC])
+
+
+def _input_like(projection: nn.Module) -> Tensor:
+    """Return a tensor with the device of a module and the dtype of its inputs, empty."""
+    tensors = [*projection.parameters(), *projection.buffers()]
+    # Packed numbers are integers, and their scales may have more bits than the inputs.
+    dtypes = [tensor.dtype for tensor in tensors if tensor.dtype in _PLAIN]
+    return torch.empty(
+        0, dtype=min(dtypes, key=lambda each: each.itemsize, default=torch.float32), device=tensors[0].device
+    )
 
 
 def _check_module(projection: nn.Module, site: AttentionSite, probe_HD: Tensor, expected_HM: Tensor) -> None:
@@ -233,15 +259,18 @@ def _check_module(projection: nn.Module, site: AttentionSite, probe_HD: Tensor, 
         )
 
 
-def _checksum(projection: nn.Module, multipliers: dict[object, Tensor]) -> Tensor | None:
-    """Return a number that changes with the weight; None for offloaded weights, NaN for unsupported ones.
-    ``multipliers`` keeps those that layers of one width share.
+def _checksum(projection: nn.Module, width: int, multipliers: dict[object, Tensor]) -> Tensor | None:
+    """Return a number that changes with the weight; None for offloaded weights. ``multipliers`` keeps those that layers
+    of one width share.
     """
-    weight: Any = getattr(projection, "weight", None)
-    if type(weight) not in (Tensor, nn.Parameter) or weight.dtype not in _PLAIN:
-        return torch.tensor(float("nan"))
-    if weight.is_meta:
+    if any(tensor.is_meta for tensor in (*projection.parameters(), *projection.buffers())):
         return None
+    if not _is_plain(projection):
+        like = _input_like(projection)
+        with torch.no_grad():
+            out = projection.forward(torch.arange(1, width + 1, device=like.device).cos().to(like)[None, None])
+        return widened(out[0, 0]) @ torch.arange(1, out.shape[-1] + 1, device=out.device).to(widened(out)).cos()
+    weight = projection.get_parameter("weight")
     output_axis = 0 if isinstance(projection, nn.Linear) else 1
     input_sums = weight.detach().sum(output_axis, dtype=torch.promote_types(weight.dtype, torch.float32))
     key = (len(input_sums), input_sums.dtype, input_sums.device)

@@ -285,13 +285,23 @@ def test_weights_hash_sees_a_change_in_the_middle_of_a_large_file(tmp_path: Path
     assert weights_hash(tmp_path) != before
 
 
-def test_quantised_projections_are_not_measured_wrongly() -> None:
+def test_quantised_projections_are_measured_by_what_they_compute() -> None:
+    """A packed weight shows no matrix, but a linear module shows it by its outputs for unit vectors."""
     lm = make_loaded("llama")
-    weight = lm.model.model.layers[1].self_attn.o_proj.weight
+    projection = lm.model.model.layers[1].self_attn.o_proj
+    weight = projection.weight.detach().clone()
     ids = torch.zeros(1, 5, dtype=torch.long)
-    lm.model.model.layers[1].self_attn.o_proj.weight = torch.nn.Parameter(weight.to(torch.int8), requires_grad=False)
-    lm.model.model.layers[1].self_attn.o_proj.forward = lambda x: x
-    with pytest.raises(UnsupportedModelError, match=r"layer 1 is a Linear of torch\.int8"):
+    expected = headscan.collect(lm, ids)["projected_output_norm"]
+    projection.weight = torch.nn.Parameter(torch.zeros_like(weight, dtype=torch.int8), requires_grad=False)
+    projection.forward = lambda x: x @ weight.T + 1
+    found = headscan.collect(lm, ids)["projected_output_norm"]
+    torch.testing.assert_close(found[:, 1], expected[:, 1])
+    projection.forward = lambda x: 2 * x @ weight.T  # changed weights are noticed
+    found = headscan.collect(lm, ids)["projected_output_norm"]
+    torch.testing.assert_close(found[:, 1], 2 * expected[:, 1])
+    projection.forward = lambda x: (8 * x).round() / 8 @ weight.T  # rounded inputs
+    message = r"o_proj, a Linear, differs from it by .* \(limit 0\.20%\)"
+    with pytest.raises(UnsupportedModelError, match=message):
         headscan.collect(lm, ids, statistics=["projected_output_norm"])
     assert headscan.collect(lm, ids, statistics=["output_norm"])["output_norm"].isfinite().all()
 

@@ -6,7 +6,9 @@ import weakref
 
 import pytest
 import torch
+from torch import Tensor
 
+import headscan
 from headscan.ablation.intervention import intervene
 from headscan.ablation.masks import HeadMask
 from headscan.architectures import VOCABULARY
@@ -158,3 +160,34 @@ def test_train_mode_is_refused() -> None:
     lm.model.train()
     with pytest.raises(UnsupportedModelError, match="train mode"):
         visited(lm)
+
+
+class _Packed(torch.nn.Module):
+    """A projection with an integer weight. ``lost`` says what its kernel does to derivatives."""
+
+    def __init__(self, projection: torch.nn.Linear, lost: str) -> None:
+        super().__init__()
+        self.in_features, self.lost = projection.in_features, lost
+        self.register_buffer("packed", (projection.weight.detach() * 4096).round().to(torch.int16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = {"all": x.detach(), "half": (x + x.detach()) / 2, "none": x}[self.lost]
+        return seen @ (self.packed.to(x.dtype) / 4096).T
+
+
+@pytest.mark.parametrize("path", ["model.layers.1.mlp.down_proj", "model.layers.2.self_attn.o_proj"])
+@pytest.mark.parametrize("lost", ["all", "half", "none"])
+def test_quantised_weights_without_derivatives_are_refused(lost: str, path: str) -> None:
+    """A residual stream passes derivatives around such a weight, so the loss of them would not show."""
+    lm = make_loaded("llama")
+    parent, _, leaf = path.rpartition(".")
+    setattr(lm.module(parent), leaf, _Packed(lm.module(path), lost).eval())
+    ids = torch.arange(5, 15)[None]
+    if lost == "none":
+        expected = headscan.importance(make_loaded("llama"), ids)["importance"]
+        torch.testing.assert_close(headscan.importance(lm, ids)["importance"], expected, rtol=0.05, atol=1e-3)
+        return
+    with pytest.raises(
+        UnsupportedModelError, match=rf"^{path}, a _Packed, has quantised weights through which no deri"
+    ):
+        headscan.importance(lm, ids)
