@@ -67,10 +67,15 @@ def check_fields(fields: Mapping[str, Any], base: Any, shapes: Mapping[str, tupl
     name = fields.get("pruned_attention")
     if not isinstance(name, str) or not re.fullmatch(r"\w+(\.\w+)*\.\{\}(\.\w+)+", name):
         raise _wrong("pruned_attention", name, "a module name with {} for the layer")
-    blocks = name.partition("{}")[0]
-    numbers = {each[len(blocks) :].partition(".")[0] for each in shapes if each.startswith(blocks)}
-    if shapes and not numbers:
-        raise _wrong("pruned_attention", name, "a module of the saved weights")
+    # A model without its head has the body's modules at its top.
+    for attention in (name, name.partition(".")[2]):
+        blocks = attention.partition("{}")[0]
+        numbers = {each[len(blocks) :].partition(".")[0] for each in shapes if each.startswith(blocks)}
+        if numbers:
+            break
+    else:
+        if shapes:
+            raise _wrong("pruned_attention", name, "a module of the saved weights")
     layers = fields.get(base.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
     if layers is not None and (not _is_count(layers, 1) or (shapes and layers != len(numbers))):
         raise _wrong("num_hidden_layers", layers, f"the {len(numbers)} layers of the saved weights" if shapes else "1")
@@ -100,7 +105,7 @@ def check_fields(fields: Mapping[str, Any], base: Any, shapes: Mapping[str, tupl
             raise _wrong(where, entry, "an object")
         for field, value, limit in _wrong_heads(entry, _head_counts(fields), most or _MOST_HEADS):
             raise _wrong(f"{where}: {field}", value, limit)
-        for field, value, limit in _wrong_shapes(entry, name.format(int(layer)), shapes, most):
+        for field, value, limit in _wrong_shapes(entry, attention.format(int(layer)), shapes, most):
             raise _wrong(f"{where}: {field}", value, limit)
 
 

@@ -52,8 +52,6 @@ def shrink_attention(model: nn.Module, name: str, layer: int, after: LayerHeads)
         parent, _, leaf = path.rpartition(".")
         setattr(model.get_submodule(parent), leaf, NoAttention(attention, layer, after))
         return {}
-    if not after.groups_are_equal:
-        AttentionInterface.register(INDEXED, indexed_attention)
     remains = kept_rows(attention, KeptPositions.between(before, after))
     for parameter, (dim, index) in remains.items():
         owner, _, leaf = parameter.rpartition(".")
@@ -171,6 +169,10 @@ def indexed_attention(
     return attend(
         reader, query, key.index_select(1, index), value.index_select(1, index), attention_mask, *args, **kwargs
     )
+
+
+# Also a process that only reads a model from a pickle needs the function.
+AttentionInterface.register(INDEXED, indexed_attention)
 
 
 def _per_head(mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
