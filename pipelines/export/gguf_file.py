@@ -26,7 +26,7 @@ from torch import Tensor
 
 from headscan.analysis.store.output_files import replacing
 from headscan.checkpoints.source_folder import gguf_file, packaged_file
-from headscan.errors import ExportError, ModelLoadError
+from headscan.errors import ExportError, ModelLoadError, unknown_name
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.export.gguf_tokenizer import Key, copied_keys, made_keys
 from headscan.pipelines.export.servable_model import HeadSlots, HeldSize, ServableModel, ServedForm
@@ -35,12 +35,13 @@ from headscan.pipelines.settings.saving_settings import GgufType
 _TYPES = {
     "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
     "f16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
+    "bf16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
     "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
 }
 _MLP = {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
 _ATTENTION = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
-#: Kinds of rotary positions that one factor for each frequency expresses.
-_ROPE_TYPES = ("default", "linear", "llama3")
+#: Kinds of rotary positions that have a place in the format.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,19 @@ class GgufTensor:
     @property
     def number(self) -> Any:
         """The type of the array that holds it."""
-        if self.type is GGMLQuantizationType.Q8_0:
+        if self.is_bytes:
             return np.uint8
         return np.float16 if self.type is GGMLQuantizationType.F16 else np.float32
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of that array."""
-        is_block = self.type is GGMLQuantizationType.Q8_0
-        return gguf.quant_shape_to_byte_shape(self.shape, self.type) if is_block else self.shape
+        return gguf.quant_shape_to_byte_shape(self.shape, self.type) if self.is_bytes else self.shape
+
+    @property
+    def is_bytes(self) -> bool:
+        """True for types without a number of NumPy."""
+        return self.type in (GGMLQuantizationType.Q8_0, GGMLQuantizationType.BF16)
 
     @property
     def bytes(self) -> int:
@@ -96,6 +101,8 @@ def write_gguf(
             the installed `smollm2` if the model came from there, and makes the keys from the model's tokenizer
             otherwise.
     """
+    if type not in _TYPES:
+        raise unknown_name("type", type, _TYPES)
     served = ServableModel(lm, "GGUF files of headscan")
     keys = _tokenizer_keys(served, tokenizer)
     architecture, places, tensors = _tensors(served, type)
@@ -153,6 +160,7 @@ def _add_settings(
     writer.add_value_length(served.head_dim)
     writer.add_rope_dimension_count(served.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    _add_yarn(writer, served)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_file_type(file_type)
@@ -192,22 +200,47 @@ def _paired(weight: Tensor, heads: int) -> Tensor:
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def _rope_factors(served: ServableModel) -> Tensor | None:
-    """Return the numbers (D / 2,) that divide the rotary frequencies; None if they are all 1."""
+def _rope_type(served: ServableModel) -> str:
+    """Return the kind of rotary positions."""
     rope = served.config.rope_parameters
-    kind = rope.get("rope_type", "default")
-    if kind not in _ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    kind: str = rope.get("rope_type", "default")
+    limit = f"{', '.join(_ROPE_TYPES)}, on whole heads"
+    if kind == "yarn" and not rope.get("truncate", True):
+        kind, limit = "yarn with truncate false", "truncate true"
+    if limit == "truncate true" or kind not in _ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ExportError(
-            f"rotary positions of {served.lm.source}: {kind} (limit {', '.join(_ROPE_TYPES)}, on whole heads). Use "
-            "llama.cpp's own converter on the original"
+            f"rotary positions of {served.lm.source}: {kind} (limit {limit}). Use llama.cpp's own converter on the "
+            "original"
         )
-    if kind == "default":
+    return kind
+
+
+def _rope_factors(served: ServableModel) -> Tensor | None:
+    """Return the numbers (D / 2,) that divide the rotary frequencies; None if they are all 1, or follow from keys."""
+    if _rope_type(served) in ("default", "yarn"):
         return None
     D = served.head_dim
-    plain = rope["rope_theta"] ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
+    plain = served.config.rope_parameters["rope_theta"] ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
     frequencies = served.model.model.rotary_emb.inv_freq
     factors: Tensor = (plain.to(frequencies.device) / frequencies.double()).float()
     return factors
+
+
+def _add_yarn(writer: GGUFWriter, served: ServableModel) -> None:
+    """Add the keys of yarn, if the model has it."""
+    if _rope_type(served) != "yarn":
+        return
+    config, rope = served.config, served.config.rope_parameters
+    factor = rope["factor"]
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(factor)
+    writer.add_rope_scaling_orig_ctx_len(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
+    writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
+    writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
+    # llama.cpp multiplies this with the factor of the paper, which it computes from the scaling.
+    usual = 1.0 + 0.1 * math.log(factor) if factor > 1 else 1.0
+    attention = served.model.model.rotary_emb.attention_scaling
+    writer.add_rope_scaling_attn_factors(attention / usual)
 
 
 def _write(writer: GGUFWriter, tensors: list[GgufTensor]) -> None:
@@ -243,6 +276,8 @@ def _numbers(stored: NDArray[Any], kind: GGMLQuantizationType) -> NDArray[Any]:
     """Return the 16-bit numbers of a stored tensor: all, or the scales of its blocks."""
     if kind is GGMLQuantizationType.F16:
         return stored
+    if kind is GGMLQuantizationType.BF16:
+        return gguf.quants.dequantize(stored, kind)
     _, size = gguf.GGML_QUANT_SIZES[kind]
     return stored.reshape(-1, size)[:, :2].copy().view(np.float16)
 

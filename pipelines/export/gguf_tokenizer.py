@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,8 +82,27 @@ def made_keys(tokenizer: Any, vocabulary: int, source: str) -> list[Key]:
     ):
         if number is not None:
             keys.append(Key(f"tokenizer.ggml.{name}_token_id", number, GGUFValueType.UINT32))
-    if isinstance(tokenizer.chat_template, str):
-        keys.append(Key("tokenizer.chat_template", tokenizer.chat_template, text))
+    return keys + _chat_templates(tokenizer.chat_template, source)
+
+
+def _chat_templates(templates: str | Mapping[str, str] | None, source: str) -> list[Key]:
+    """Return the keys of one chat template, or of several by name."""
+    text = GGUFValueType.STRING
+    if not templates:
+        return []
+    if isinstance(templates, str):
+        return [Key("tokenizer.chat_template", templates, text)]
+    names = [name for name in templates if name != "default"]
+    if odd := next((name for name in names if not re.fullmatch(r"\w+", name, re.ASCII)), None):
+        raise ExportError(
+            f"the tokenizer of {source} names a chat template {odd!r} (limit letters, digits and _). Rename it in "
+            "`tokenizer.chat_template`"
+        )
+    keys = [Key(f"tokenizer.chat_template.{name}", templates[name], text) for name in names]
+    if names:
+        keys.append(Key("tokenizer.chat_templates", names, GGUFValueType.ARRAY, text))
+    if "default" in templates:
+        keys.append(Key("tokenizer.chat_template", templates["default"], text))
     return keys
 
 
