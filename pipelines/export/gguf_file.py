@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headscan.analysis.store.output_files import replacing
-from headscan.checkpoints.source_folder import gguf_file, packaged_file
+from headscan.checkpoints.source_folder import GGUF_RECORD, gguf_file, packaged_file
 from headscan.errors import ExportError, ModelLoadError, unknown_name
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.export.gguf_tokenizer import Key, copied_keys, made_keys
@@ -111,6 +111,7 @@ def write_gguf(
         with replacing(target) as fresh:
             writer = GGUFWriter(fresh, architecture)
             _add_settings(writer, served, places, _TYPES[type][1])
+            writer.add_string(GGUF_RECORD, served.config.to_json_string())
             for key in keys:
                 writer.add_key_value(key.name, key.value, key.type, key.part)
             _write(writer, tensors)
@@ -160,7 +161,7 @@ def _add_settings(
     writer.add_value_length(served.head_dim)
     writer.add_rope_dimension_count(served.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    _add_yarn(writer, served)
+    _add_rope_scaling(writer, served)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_file_type(file_type)
@@ -200,47 +201,46 @@ def _paired(weight: Tensor, heads: int) -> Tensor:
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def _rope_type(served: ServableModel) -> str:
-    """Return the kind of rotary positions."""
+def _has_yarn_keys(served: ServableModel) -> bool:
+    """Return True if keys name the rotary positions: those of yarn with its usual limits, which llama.cpp does not read
+    for these architectures. Raise if the format has no place for them.
+    """
     rope = served.config.rope_parameters
-    kind: str = rope.get("rope_type", "default")
-    limit = f"{', '.join(_ROPE_TYPES)}, on whole heads"
-    if kind == "yarn" and not rope.get("truncate", True):
-        kind, limit = "yarn with truncate false", "truncate true"
-    if limit == "truncate true" or kind not in _ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    kind = rope.get("rope_type", "default")
+    if kind not in _ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ExportError(
-            f"rotary positions of {served.lm.source}: {kind} (limit {limit}). Use llama.cpp's own converter on the "
-            "original"
+            f"rotary positions of {served.lm.source}: {kind} (limit {', '.join(_ROPE_TYPES)}, on whole heads). Use "
+            "llama.cpp's own converter on the original"
         )
-    return kind
+    limits = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1, rope.get("truncate", True)
+    return bool(kind == "yarn" and limits == (32, 1, True))
 
 
 def _rope_factors(served: ServableModel) -> Tensor | None:
     """Return the numbers (D / 2,) that divide the rotary frequencies; None if they are all 1, or follow from keys."""
-    if _rope_type(served) in ("default", "yarn"):
+    rope = served.config.rope_parameters
+    if _has_yarn_keys(served) or rope.get("rope_type", "default") == "default":
         return None
     D = served.head_dim
-    plain = served.config.rope_parameters["rope_theta"] ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
+    plain = rope["rope_theta"] ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
     frequencies = served.model.model.rotary_emb.inv_freq
     factors: Tensor = (plain.to(frequencies.device) / frequencies.double()).float()
     return factors
 
 
-def _add_yarn(writer: GGUFWriter, served: ServableModel) -> None:
-    """Add the keys of yarn, if the model has it."""
-    if _rope_type(served) != "yarn":
-        return
+def _add_rope_scaling(writer: GGUFWriter, served: ServableModel) -> None:
+    """Add the keys of yarn, and the factor of queries and keys if it is not the one that the engine computes."""
     config, rope = served.config, served.config.rope_parameters
-    factor = rope["factor"]
-    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-    writer.add_rope_scaling_factor(factor)
-    writer.add_rope_scaling_orig_ctx_len(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
-    writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
-    writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
-    # llama.cpp multiplies this with the factor of the paper, which it computes from the scaling.
-    usual = 1.0 + 0.1 * math.log(factor) if factor > 1 else 1.0
-    attention = served.model.model.rotary_emb.attention_scaling
-    writer.add_rope_scaling_attn_factors(attention / usual)
+    attention, computed = served.model.model.rotary_emb.attention_scaling, 1.0
+    if _has_yarn_keys(served):
+        computed = 1.0 + 0.1 * math.log(rope["factor"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(
+            rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        )
+    if attention != computed:
+        writer.add_rope_scaling_attn_factors(attention / computed)
 
 
 def _write(writer: GGUFWriter, tensors: list[GgufTensor]) -> None:
