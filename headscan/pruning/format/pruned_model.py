@@ -228,10 +228,21 @@ def _make_model_class(config: type[PreTrainedConfig], base: Any, made_for: tuple
         for layer, heads in heads_of(config).items():
             shrink_attention(getattr(self, body, self), attention, layer, heads)
 
+    def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Raise ValueError if the paged cache, which has one number of KV heads, does not fit a layer."""
+        for layer, heads in heads_of(self.config).items():
+            if len(heads.kept_kv) < heads.kv_heads or not heads.groups_are_equal:
+                raise ValueError(
+                    f"continuous batching needs equal groups and as many KV heads in every layer: layer {layer} has "
+                    f"groups of {heads.group_sizes} query heads (limit {heads.kv_heads} equal groups). Use generate()"
+                )
+        return base.init_continuous_batching(self, *args, **kwargs)
+
     # vLLM resolves annotations where the class says that it is defined.
     build.__annotations__ = {}
     fields = {
         "__init__": build,
+        "init_continuous_batching": init_continuous_batching,
         "config_class": config,
         "_made_for": made_for,
         # transformers reads the source of the class's module, and initialises the buffers of its own models only.
