@@ -138,7 +138,13 @@ def _has_space_prefix(saved: Mapping[str, Any], source: str) -> bool:
     replaced = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     if pre is None and steps and steps[-1] == replaced and steps[:-1] in ([], [{"type": "Prepend", "prepend": _SPACE}]):
         return len(steps) == 2
-    if not steps and pre is not None and pre["type"] == "Metaspace" and not pre["split"] and pre["replacement"] == _SPACE:
+    if (
+        not steps
+        and pre is not None
+        and pre["type"] == "Metaspace"
+        and not pre["split"]
+        and pre["replacement"] == _SPACE
+    ):
         return bool(pre["prepend_scheme"] != "never")
     used = ", ".join(each["type"] for each in (*steps, *([pre] if pre else [])))
     raise _missing(source, f"its tokenizer treats spaces otherwise than SentencePiece ({used or 'not at all'})")

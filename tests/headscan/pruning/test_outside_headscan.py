@@ -60,7 +60,9 @@ def test_readers_without_the_code_of_pruned_models(name: str, tmp_path: Path) ->
         pytest.skip("a stock architecture")
     read = PreTrainedConfig.from_json_file(file)  # as the tokenizer's auto class and a resuming trainer do
     assert read.num_hidden_layers == lm.model.config.num_hidden_layers
-    with pytest.raises(ValueError, match="headscan_pruned: the model of this folder is a .* without some heads") as error:
+    with pytest.raises(
+        ValueError, match="headscan_pruned: the model of this folder is a .* without some heads"
+    ) as error:
         type(make_loaded(name).model).from_pretrained(tmp_path / "model")
     assert "\n" not in str(error.value)
 
@@ -164,7 +166,14 @@ def test_a_pickle_of_uneven_groups_runs_in_a_process_that_only_reads_it(tmp_path
 def test_configurations_of_earlier_versions_load(tmp_path: Path) -> None:
     file = saved(tmp_path / "model") / "config.json"
     fields = json.loads(file.read_text())
-    added = ["original_model", "kept_heads", "kept_heads_crc32", "original_heads", "original_kv_heads", "has_added_bias"]
+    added = [
+        "original_model",
+        "kept_heads",
+        "kept_heads_crc32",
+        "original_heads",
+        "original_kv_heads",
+        "has_added_bias",
+    ]
     file.write_text(json.dumps({name: value for name, value in fields.items() if name not in added}))
     model = headscan.load(tmp_path / "model").model
     model.save_pretrained(tmp_path / "again")
@@ -222,7 +231,9 @@ def test_a_pruned_model_is_quantised_saved_and_loaded(kind: str, tmp_path: Path)
 @pytest.mark.parametrize("removed", [[(1, 0), (1, 1), (1, 2)], [(1, 0)], [(1, head) for head in range(6)]])
 def test_continuous_batching_is_refused_where_the_cache_differs_by_layer(removed: list[tuple[int, int]]) -> None:
     model: Any = headscan.slice_heads(make_loaded("llama"), removed).model
-    with pytest.raises(ValueError, match=r"continuous batching needs .* layer 1 has groups of .* Use generate\(\)") as error:
+    with pytest.raises(
+        ValueError, match=r"continuous batching needs .* layer 1 has groups of .* Use generate\(\)"
+    ) as error:
         model.generate_batch([[5, 6, 7]])
     assert "\n" not in str(error.value)
 
