@@ -1,4 +1,4 @@
-"""The keys of a GGUF file that describe a tokenizer, copied from another GGUF file or made from a byte-level BPE."""
+"""The keys of a GGUF file that describe a tokenizer, copied from another GGUF file or made from a BPE."""
 
 from __future__ import annotations
 
@@ -51,8 +51,10 @@ def copied_keys(path: Path) -> list[Key]:
 
 
 def made_keys(tokenizer: Any, vocabulary: int, source: str) -> list[Key]:
-    """Return the keys of a tokenizer of transformers for a model with ``vocabulary`` rows of embeddings: of a byte-level
-    BPE with a pre-tokenizer that llama.cpp names, or of a BPE of SentencePiece with bytes as a fallback.
+    """Return the keys of a tokenizer of transformers for a model with ``vocabulary`` rows of embeddings.
+
+    The tokenizer is a byte-level BPE with a pre-tokenizer that llama.cpp names, or a BPE of SentencePiece with bytes as
+    a fallback.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

@@ -60,9 +60,7 @@ def test_readers_without_the_code_of_pruned_models(name: str, tmp_path: Path) ->
         pytest.skip("a stock architecture")
     read = PreTrainedConfig.from_json_file(file)  # as the tokenizer's auto class and a resuming trainer do
     assert read.num_hidden_layers == lm.model.config.num_hidden_layers
-    with pytest.raises(
-        ValueError, match="headscan_pruned: the model of this folder is a .* without some heads"
-    ) as error:
+    with pytest.raises(ValueError, match=r"headscan_pruned: the model of this folder is a .* without") as error:
         type(make_loaded(name).model).from_pretrained(tmp_path / "model")
     assert "\n" not in str(error.value)
 

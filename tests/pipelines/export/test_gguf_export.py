@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -305,7 +306,9 @@ def test_a_deci_file_of_others_is_refused(demo: LoadedModel, tmp_path: Path, mon
     monkeypatch.setattr("headscan.pipelines.export.gguf_file.GGUF_RECORD", "another.key")
     lm = headscan.slice_heads(demo, [(1, 0)])
     write_gguf(headscan.slice_heads(lm, [(1, 1), (2, 0), (2, 1)]), tmp_path / "m.gguf")
-    with pytest.raises(ModelLoadError, match="is a deci file without the configuration of its model. Export it again"):
+    with pytest.raises(
+        ModelLoadError, match=r"is a deci file without the configuration of its model"
+    ):
         headscan.load(tmp_path / "m.gguf", device="cpu")
 
 
@@ -350,11 +353,7 @@ def as_llama_cpp(keys: dict[str, Any], text: str) -> list[int]:
     prefix = " " if keys["tokenizer.ggml.add_space_prefix"] and text else ""
     parts = list((prefix + text).replace(" ", "\u2581"))
     while True:
-        joint = [
-            (scores[number[a + b]], -at)
-            for at, (a, b) in enumerate(zip(parts, parts[1:], strict=False))
-            if a + b in number
-        ]
+        joint = [(scores[number[a + b]], -at) for at, (a, b) in enumerate(pairwise(parts)) if a + b in number]
         if not joint:
             break
         at = -max(joint)[1]
