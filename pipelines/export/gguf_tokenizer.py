@@ -117,7 +117,8 @@ def _sentencepiece_keys(
         made = "".join(pair)
         if ranks.setdefault(made, len(ranks)) != len(ranks) - 1:
             raise _missing(source, f"the merges for its token {made!r} do not follow each other")
-    named, normal = set(merges), {token for token, at in number.items() if types[at] == TokenType.NORMAL}
+    named = set(merges)
+    normal = dict.fromkeys(token for token, at in number.items() if types[at] == TokenType.NORMAL)
     for token in normal:
         for cut in range(1, len(token)):
             pair = token[:cut], token[cut:]

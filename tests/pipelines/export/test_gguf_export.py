@@ -306,9 +306,7 @@ def test_a_deci_file_of_others_is_refused(demo: LoadedModel, tmp_path: Path, mon
     monkeypatch.setattr("headscan.pipelines.export.gguf_file.GGUF_RECORD", "another.key")
     lm = headscan.slice_heads(demo, [(1, 0)])
     write_gguf(headscan.slice_heads(lm, [(1, 1), (2, 0), (2, 1)]), tmp_path / "m.gguf")
-    with pytest.raises(
-        ModelLoadError, match=r"is a deci file without the configuration of its model"
-    ):
+    with pytest.raises(ModelLoadError, match=r"is a deci file without the configuration of its model"):
         headscan.load(tmp_path / "m.gguf", device="cpu")
 
 
