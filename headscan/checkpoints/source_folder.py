@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from headscan.checkpoints.decilm_source import recorded_config, write_pruned_folder
+from headscan.checkpoints.decilm_source import recorded_config, write_pruned_folder, write_pruned_model
 from headscan.errors import HeadscanError, ModelLoadError, first_line
 
 #: Name of the real model that a package holds, the package, and what installs both it and the reader.
@@ -212,10 +212,82 @@ def _quantisation(path: Path) -> str:
         ) from problem
 
 
+#: Key of a GGUF file of headscan that holds the configuration of its model.
+GGUF_RECORD = "headscan.model"
+#: Names of Llama's parts by those of GGUF files.
+_GGUF_PARTS = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def _convert_own(path: Path, folder: Path, record: dict[str, str]) -> bool:
+    """Write the model of a GGUF file of headscan into a folder; return False for other files."""
+    import torch
+    from gguf import GGUFReader, dequantize
+
+    reader = GGUFReader(path)
+    architecture = reader.fields["general.architecture"].contents()
+    if GGUF_RECORD not in reader.fields:
+        if architecture == "deci":
+            raise ModelLoadError(f"{path} is a deci file without the configuration of its model. Export it again")
+        return False
+    config = json.loads(reader.fields[GGUF_RECORD].contents()) | {"dtype": "float32", _RECORD: record}
+    counts = [reader.fields[f"{architecture}.attention.{name}"].contents() for name in ("head_count", "head_count_kv")]
+    layers = reader.fields[f"{architecture}.block_count"].contents()
+    heads, kv_heads = (each if isinstance(each, list) else [each] * layers for each in counts)
+    top = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+    held = {}
+    for each in reader.tensors:
+        value = torch.tensor(dequantize(each.data, each.tensor_type))
+        block, _, name = each.name.removeprefix("blk.").partition(".")
+        if block in top:
+            held[f"{top[block]}.{name}"] = value
+        elif each.name.startswith("blk."):
+            part, _, leaf = name.partition(".")
+            if part in ("attn_q", "attn_k"):
+                # Rotary pairs are neighbours in the file, and lie in two halves here.
+                count = (heads if part == "attn_q" else kv_heads)[int(block)]
+                value = value.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2)
+            held[f"model.layers.{block}.{_GGUF_PARTS[part]}.{leaf}"] = value
+    groups = [count // kv if kv else None for count, kv in zip(heads, kv_heads, strict=True)]
+    write_pruned_model(path, folder, config, held, groups)
+    _convert_tokenizer(reader, folder)
+    return True
+
+
+def _convert_tokenizer(reader: Any, folder: Path) -> None:
+    """Write the tokenizer of a GGUF file; transformers reads those of known architectures alone."""
+    from gguf import GGUFWriter
+    from transformers import AutoTokenizer
+
+    file = folder / "tokenizer.gguf"
+    writer = GGUFWriter(file, "llama")
+    for name, field in reader.fields.items():
+        if name.startswith("tokenizer."):
+            part = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], part)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    AutoTokenizer.from_pretrained(folder, gguf_file=file.name).save_pretrained(folder)
+    file.unlink()
+
+
 def _convert(path: Path, folder: Path, record: dict[str, str]) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if _convert_own(path, folder, record):
+        return
     try:
         with no_progress_bar():
             found: Any = AutoModelForCausalLM.from_pretrained(

@@ -29,7 +29,7 @@ from headscan.errors import HeadscanError, PruningError, check_type, one_line
 from headscan.layers.blocks import short_text
 from headscan.loading import load
 from headscan.models.loaded_model import LoadedModel, Sharding, check_loaded
-from headscan.pruning.format.pruned_model import AUTO_MAP, MODEL_TYPE, heads_of
+from headscan.pruning.format.pruned_model import MODEL_TYPE, auto_map, heads_of
 from headscan.pruning.slice_heads import sharing_copy
 
 #: Model types whose number of heads is free once ``head_dim`` is named.
@@ -127,7 +127,7 @@ def _add_code(config: Any, folder: Path) -> None:
     """Name the code of pruned models in a saved configuration, which copies it into the folder."""
     saved = AutoConfig.from_pretrained(folder)
     saved.architectures = config.architectures
-    saved.auto_map = AUTO_MAP
+    saved.auto_map = auto_map(saved)
     saved.save_pretrained(folder)
 
 

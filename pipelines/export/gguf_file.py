@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headscan.analysis.store.output_files import replacing
-from headscan.checkpoints.source_folder import gguf_file, packaged_file
-from headscan.errors import ExportError, ModelLoadError
+from headscan.checkpoints.source_folder import GGUF_RECORD, gguf_file, packaged_file
+from headscan.errors import ExportError, ModelLoadError, unknown_name
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.export.gguf_tokenizer import Key, copied_keys, made_keys
 from headscan.pipelines.export.servable_model import HeadSlots, HeldSize, ServableModel, ServedForm
@@ -35,12 +35,13 @@ from headscan.pipelines.settings.saving_settings import GgufType
 _TYPES = {
     "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
     "f16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
+    "bf16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
     "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
 }
 _MLP = {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
 _ATTENTION = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
-#: Kinds of rotary positions that one factor for each frequency expresses.
-_ROPE_TYPES = ("default", "linear", "llama3")
+#: Kinds of rotary positions that have a place in the format.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,19 @@ class GgufTensor:
     @property
     def number(self) -> Any:
         """The type of the array that holds it."""
-        if self.type is GGMLQuantizationType.Q8_0:
+        if self.is_bytes:
             return np.uint8
         return np.float16 if self.type is GGMLQuantizationType.F16 else np.float32
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of that array."""
-        is_block = self.type is GGMLQuantizationType.Q8_0
-        return gguf.quant_shape_to_byte_shape(self.shape, self.type) if is_block else self.shape
+        return gguf.quant_shape_to_byte_shape(self.shape, self.type) if self.is_bytes else self.shape
+
+    @property
+    def is_bytes(self) -> bool:
+        """True for types without a number of NumPy."""
+        return self.type in (GGMLQuantizationType.Q8_0, GGMLQuantizationType.BF16)
 
     @property
     def bytes(self) -> int:
@@ -96,6 +101,8 @@ def write_gguf(
             the installed `smollm2` if the model came from there, and makes the keys from the model's tokenizer
             otherwise.
     """
+    if type not in _TYPES:
+        raise unknown_name("type", type, _TYPES)
     served = ServableModel(lm, "GGUF files of headscan")
     keys = _tokenizer_keys(served, tokenizer)
     architecture, places, tensors = _tensors(served, type)
@@ -104,6 +111,7 @@ def write_gguf(
         with replacing(target) as fresh:
             writer = GGUFWriter(fresh, architecture)
             _add_settings(writer, served, places, _TYPES[type][1])
+            writer.add_string(GGUF_RECORD, served.config.to_json_string())
             for key in keys:
                 writer.add_key_value(key.name, key.value, key.type, key.part)
             _write(writer, tensors)
@@ -153,6 +161,7 @@ def _add_settings(
     writer.add_value_length(served.head_dim)
     writer.add_rope_dimension_count(served.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    _add_rope_scaling(writer, served)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_file_type(file_type)
@@ -192,8 +201,10 @@ def _paired(weight: Tensor, heads: int) -> Tensor:
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def _rope_factors(served: ServableModel) -> Tensor | None:
-    """Return the numbers (D / 2,) that divide the rotary frequencies; None if they are all 1."""
+def _has_yarn_keys(served: ServableModel) -> bool:
+    """Return True if keys name the rotary positions: those of yarn with its usual limits, which llama.cpp does not read
+    for these architectures. Raise if the format has no place for them.
+    """
     rope = served.config.rope_parameters
     kind = rope.get("rope_type", "default")
     if kind not in _ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
@@ -201,13 +212,35 @@ def _rope_factors(served: ServableModel) -> Tensor | None:
             f"rotary positions of {served.lm.source}: {kind} (limit {', '.join(_ROPE_TYPES)}, on whole heads). Use "
             "llama.cpp's own converter on the original"
         )
-    if kind == "default":
+    limits = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1, rope.get("truncate", True)
+    return bool(kind == "yarn" and limits == (32, 1, True))
+
+
+def _rope_factors(served: ServableModel) -> Tensor | None:
+    """Return the numbers (D / 2,) that divide the rotary frequencies; None if they are all 1, or follow from keys."""
+    rope = served.config.rope_parameters
+    if _has_yarn_keys(served) or rope.get("rope_type", "default") == "default":
         return None
     D = served.head_dim
     plain = rope["rope_theta"] ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
     frequencies = served.model.model.rotary_emb.inv_freq
     factors: Tensor = (plain.to(frequencies.device) / frequencies.double()).float()
     return factors
+
+
+def _add_rope_scaling(writer: GGUFWriter, served: ServableModel) -> None:
+    """Add the keys of yarn, and the factor of queries and keys if it is not the one that the engine computes."""
+    config, rope = served.config, served.config.rope_parameters
+    attention, computed = served.model.model.rotary_emb.attention_scaling, 1.0
+    if _has_yarn_keys(served):
+        computed = 1.0 + 0.1 * math.log(rope["factor"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(
+            rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        )
+    if attention != computed:
+        writer.add_rope_scaling_attn_factors(attention / computed)
 
 
 def _write(writer: GGUFWriter, tensors: list[GgufTensor]) -> None:
@@ -243,6 +276,8 @@ def _numbers(stored: NDArray[Any], kind: GGMLQuantizationType) -> NDArray[Any]:
     """Return the 16-bit numbers of a stored tensor: all, or the scales of its blocks."""
     if kind is GGMLQuantizationType.F16:
         return stored
+    if kind is GGMLQuantizationType.BF16:
+        return gguf.quants.dequantize(stored, kind)
     _, size = gguf.GGML_QUANT_SIZES[kind]
     return stored.reshape(-1, size)[:, :2].copy().view(np.float16)
 

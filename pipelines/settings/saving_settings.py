@@ -88,7 +88,7 @@ class RecallPrompts:
 
 
 #: Types of the matrices in an exported GGUF file.
-GgufType = Literal["f16", "f32", "q8_0"]
+GgufType = Literal["f16", "bf16", "f32", "q8_0"]
 #: Architectures of exported folders with layer types: Llama for vLLM, Ministral for transformers.
 Architecture = Literal["llama", "ministral"]
 

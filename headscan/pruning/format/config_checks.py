@@ -39,15 +39,23 @@ def _wrong(field: str, value: Any, limit: str) -> ValueError:
     return ValueError(f"{field} in config.json: {str(value)[:80]} (limit {limit}). Copy config.json again")
 
 
+#: Types with a number for each element; quantised weights pack several numbers into one, and have other shapes.
+_WHOLE_NUMBERS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+
+
 def saved_shapes(folder: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors in a folder by name; empty for a name on the hub, or without safetensors."""
+    """Return the shapes of all tensors in a folder by name, () for one that may be packed; empty for a name on the
+    hub, or without safetensors.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     if not isinstance(folder, (str, os.PathLike)) or not Path(folder).is_dir():
         return shapes
     try:
         for path in sorted(Path(folder).glob("model*.safetensors")):
             with safe_open(path, "pt") as file:
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+                for name in file.keys():  # noqa: SIM118
+                    tensor = file.get_slice(name)
+                    shapes[name] = tuple(tensor.get_shape()) if tensor.get_dtype() in _WHOLE_NUMBERS else ()
     except (OSError, SafetensorError):
         return {}  # transformers reports damaged files
     return shapes
@@ -67,10 +75,15 @@ def check_fields(fields: Mapping[str, Any], base: Any, shapes: Mapping[str, tupl
     name = fields.get("pruned_attention")
     if not isinstance(name, str) or not re.fullmatch(r"\w+(\.\w+)*\.\{\}(\.\w+)+", name):
         raise _wrong("pruned_attention", name, "a module name with {} for the layer")
-    blocks = name.partition("{}")[0]
-    numbers = {each[len(blocks) :].partition(".")[0] for each in shapes if each.startswith(blocks)}
-    if shapes and not numbers:
-        raise _wrong("pruned_attention", name, "a module of the saved weights")
+    # A model without its head has the body's modules at its top.
+    for attention in (name, name.partition(".")[2]):
+        blocks = attention.partition("{}")[0]
+        numbers = {each[len(blocks) :].partition(".")[0] for each in shapes if each.startswith(blocks)}
+        if numbers:
+            break
+    else:
+        if shapes:
+            raise _wrong("pruned_attention", name, "a module of the saved weights")
     layers = fields.get(base.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
     if layers is not None and (not _is_count(layers, 1) or (shapes and layers != len(numbers))):
         raise _wrong("num_hidden_layers", layers, f"the {len(numbers)} layers of the saved weights" if shapes else "1")
@@ -100,7 +113,7 @@ def check_fields(fields: Mapping[str, Any], base: Any, shapes: Mapping[str, tupl
             raise _wrong(where, entry, "an object")
         for field, value, limit in _wrong_heads(entry, _head_counts(fields), most or _MOST_HEADS):
             raise _wrong(f"{where}: {field}", value, limit)
-        for field, value, limit in _wrong_shapes(entry, name.format(int(layer)), shapes, most):
+        for field, value, limit in _wrong_shapes(entry, attention.format(int(layer)), shapes, most):
             raise _wrong(f"{where}: {field}", value, limit)
 
 
@@ -158,7 +171,8 @@ def _wrong_shapes(
     heads = LayerHeads(tuple(entry["kept_heads"]), entry["original_heads"], entry["original_kv_heads"])
     own = {name[len(attention) + 1 :]: shape for name, shape in shapes.items() if name.startswith(f"{attention}.")}
     H, K = len(heads.kept), len(heads.kept_kv)
-    if shapes and bool(H) != any(name.endswith(".weight") for name in own):
+    # A layer without heads may have a bias left.
+    if shapes and bool(H) != bool(own.keys() - {"bias"}):
         yield "kept_heads", entry["kept_heads"], "heads in layers with weights of an attention, and none in others"
     if shapes and entry.get("has_added_bias") and not own.keys() & {"bias", *(f"{part}.bias" for part in OUTPUTS)}:
         yield "has_added_bias", True, "false: no bias of the output projection is saved"

@@ -52,14 +52,14 @@ def shrink_attention(model: nn.Module, name: str, layer: int, after: LayerHeads)
         parent, _, leaf = path.rpartition(".")
         setattr(model.get_submodule(parent), leaf, NoAttention(attention, layer, after))
         return {}
-    if not after.groups_are_equal:
-        AttentionInterface.register(INDEXED, indexed_attention)
     remains = kept_rows(attention, KeptPositions.between(before, after))
     for parameter, (dim, index) in remains.items():
         owner, _, leaf = parameter.rpartition(".")
         _shrink(attention.get_submodule(owner), leaf, dim, index)
     _set_counts(attention, before, after)
     attention.headscan_heads = after
+    if len(before.kept_kv) == before.kv_heads > len(after.kept_kv):
+        attention.register_forward_pre_hook(_check_past, with_kwargs=True)
     config = getattr(attention, "config", None)
     config = config.whole if isinstance(config, LayerConfig) else config
     if config is not None:
@@ -111,6 +111,24 @@ def _keep_biases(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         elif bias.ndim == 3:  # sequences and heads are one dimension
             given[name] = bias.unflatten(0, (-1, heads.heads)).index_select(1, index).flatten(0, 1)
     return (), given
+
+
+def _check_past(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ValueError if a cache has other KV heads than the layer, which prefix tuning or the original wrote."""
+    past = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
+    heads: LayerHeads = module.headscan_heads
+    # Modules without groups store a key for each query head.
+    _check_heads(past, module.layer_idx, len(heads.kept_kv if hasattr(module, "num_key_value_groups") else heads.kept))
+
+
+def _check_heads(past: Any, layer: int, count: int) -> None:
+    layers = getattr(past, "layers", ())
+    keys = layers[layer].keys if layer < len(layers) and type(layers[layer]) is DynamicLayer else None
+    if keys is not None and keys.ndim == 4 and keys.shape[1] != count:
+        raise ValueError(
+            f"past_key_values have {keys.shape[1]} KV heads in layer {layer} (limit {count}, those that remain). "
+            "Pass a cache that this model wrote; tune prompts or adapters instead of a prefix"
+        )
 
 
 class LayerConfig:
@@ -173,6 +191,10 @@ def indexed_attention(
     )
 
 
+# Also a process that only reads a model from a pickle needs the function.
+AttentionInterface.register(INDEXED, indexed_attention)
+
+
 def _per_head(mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
     """Return True if a call has numbers per query head."""
     given = any(kwargs.get(name) is not None for name in ("s_aux", "sinks", "position_bias"))
@@ -222,6 +244,7 @@ class HeadlessLayer(DynamicLayer):
 
 def _count_tokens(past: Cache, layer: int, hidden: Tensor, head_dim: int, value_dim: int) -> None:
     B, N, _ = hidden.shape
+    _check_heads(past, layer, 0)
     past.update(hidden.new_empty(B, 0, N, head_dim), hidden.new_empty(B, 0, N, value_dim), layer)
     if type(past.layers[layer]) is DynamicLayer:
         headless = HeadlessLayer()

@@ -9,11 +9,11 @@ from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
 
-from .pruned_model import PrunedConfig, model_class
+from .pruned_model import CLASSES, PrunedConfig, model_class
 
 
 class _Remote(PreTrainedModel):
-    """Builds pruned models for remote code, in place of their own classes.
+    """Builds pruned models of one auto class for remote code, in place of their own classes.
 
     vLLM's transformers backend asks the named class whether it can replace the attention, and then builds the model
     without its head through `AutoModel`.
@@ -36,13 +36,5 @@ class _Remote(PreTrainedModel):
         return model_class(type(config), cls._auto)._from_config(config, **kwargs)
 
 
-class PrunedForCausalLM(_Remote):
-    """A pruned decoder."""
-
-    _auto = "AutoModelForCausalLM"
-
-
-class PrunedModel(_Remote):
-    """A pruned decoder without its head."""
-
-    _auto = "AutoModel"
+#: The classes by the names that a folder's ``auto_map`` has for them.
+REMOTE_CLASSES: dict[str, Any] = {name: type(name, (_Remote,), {"_auto": auto}) for auto, name in CLASSES.items()}
