@@ -114,7 +114,8 @@ def _empty(base_model_type: str, auto: str | None = None) -> Any:
     """Return a configuration without fields, or the model of an auto class without modules."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind = config_class(CONFIG_MAPPING[base_model_type])
+    base: Any = CONFIG_MAPPING[base_model_type]
+    kind = config_class(base)
     if auto is not None:
         kind = model_class(kind, auto)
     return kind.__new__(kind)
@@ -195,7 +196,8 @@ def config_class(base: Any) -> Any:
             made = _make_model_class(cls, auto._model_mapping[base], (base.model_type, name))
             if name == "AutoModelForQuestionAnswering":
                 # Stock classes for answers have another name for the body, and find none of a decoder's weights.
-                made.base_model_prefix = modeling_auto.AutoModel._model_mapping[base].base_model_prefix
+                body: Any = modeling_auto.AutoModel._model_mapping[base]
+                made.base_model_prefix = body.base_model_prefix
             auto.register(cls, made)
     return cls
 

@@ -251,6 +251,8 @@ def test_what_the_format_cannot_hold_is_refused_and_leaves_no_file(demo: LoadedM
         refused(other, f"rotary positions of llama: {kind} .limit default, linear, llama3, yarn, on whole heads")
 
 
+#: Files that are read again in the fast suite.
+READ_FAST = [("llama", "equal"), ("llama", "first layer without attention"), ("qwen2", "uneven")]
 #: Rotary positions, and the keys of a file that hold them.
 SCALED = {
     "yarn": ({"rope_type": "yarn", "factor": 4.0}, ["attn_factor"], False),
@@ -284,8 +286,14 @@ def test_scaled_rotary_positions(case: str, demo: LoadedModel, tmp_path: Path, m
     assert (logits(headscan.load(tmp_path / "m.gguf", device="cpu"), tokens) - logits(lm, tokens)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
-@pytest.mark.parametrize("case", REMOVED)
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(name, case, marks=() if (name, case) in READ_FAST else pytest.mark.slow)
+        for name in ("llama", "qwen2")
+        for case in REMOVED
+    ],
+)
 def test_headscan_reads_its_own_files(
     name: str, case: str, demo: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
