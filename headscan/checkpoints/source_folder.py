@@ -305,10 +305,44 @@ def _convert(path: Path, folder: Path, record: dict[str, str]) -> None:
         ) from problem
     if missing := sorted(report["missing_keys"]):
         raise ModelLoadError(f"{path} lacks {len(missing)} weights: {missing[0]}, ... Copy or download it again")
+    _refuse_unread(path, model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), _RECORD: record}, indent=2) + "\n")
+
+
+def _refuse_unread(path: Path, model: Any) -> None:
+    """Raise if a GGUF file holds what transformers does not read: scaled rotary frequencies, or further weights."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(path)
+    scaled = [
+        f"{name} = {field.contents()}"
+        for name, field in reader.fields.items()
+        if name.endswith(".rope.scaling.type") and field.contents() != "none"
+    ]
+    scaled += [each.name for each in reader.tensors if each.name.startswith("rope_") and (each.data != 1).any()]
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    if scaled and rope.get("rope_type", "default") == "default":
+        raise ModelLoadError(
+            f"{path} scales its rotary frequencies ({scaled[0]}), which transformers does not read from GGUF. Give the "
+            "model as safetensors instead"
+        )
+    weights = {each.name: int(each.n_elements) for each in reader.tensors if not each.name.startswith("rope_")}
+    surplus = sum(weights.values()) - sum(weight.numel() for weight in model.parameters())
+    if surplus <= 0:
+        return
+    # A tensor that is read and one that is not may have the same size, so all of that size are named.
+    read = Counter(weight.numel() for weight in model.parameters())
+    odd = {size for size, count in Counter(weights.values()).items() if count > read[size]}
+    kinds = sorted(
+        {name.split(".", 2)[-1] for name, size in weights.items() if size in odd and name.startswith("blk.")}
+    )
+    raise ModelLoadError(
+        f"{path} has {surplus:,} numbers more than transformers reads from GGUF, in some of {', '.join(kinds)[:200]}. "
+        "Give the model as safetensors instead"
+    )
 
 
 @contextmanager

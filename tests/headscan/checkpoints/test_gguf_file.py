@@ -55,9 +55,21 @@ def _model() -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config).eval()
 
 
-def _write(path: Path, model: Qwen2ForCausalLM, kind: str = "F32", without: str = "") -> Path:
-    """Write a model as GGUF with the demo model's tokenizer; ``kind`` is the type of its matrices in blocks, and
-    ``without`` the tensor that is left out.
+def _write(
+    path: Path,
+    model: Qwen2ForCausalLM,
+    kind: str = "F32",
+    without: str = "",
+    further: dict[str, np.ndarray] | None = None,
+    scaling: str | None = None,
+) -> Path:
+    """Write a model as GGUF with the demo model's tokenizer.
+
+    Args:
+        kind: Type of its matrices in blocks.
+        without: Tensor that is left out.
+        further: Tensors that are added.
+        scaling: How rotary frequencies are scaled.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, "qwen2")
@@ -69,6 +81,10 @@ def _write(path: Path, model: Qwen2ForCausalLM, kind: str = "F32", without: str 
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if scaling is not None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
+    for name, values in (further or {}).items():
+        writer.add_tensor(name, values)
     tokenizer = json.loads((DEMO_FOLDER / "tokenizer.json").read_text())["model"]
     tokens = sorted(tokenizer["vocab"], key=tokenizer["vocab"].__getitem__)
     tokens += [f"<unused {index}>" for index in range(len(tokens), config.vocab_size)]
@@ -186,6 +202,26 @@ def test_a_file_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
     path = _write(tmp_path / "part.gguf", _model(), without="blk.1.ffn_down.weight")
     with pytest.raises(ModelLoadError, match=r"part\.gguf lacks 1 weights: model\.layers\.1\.mlp\.down_proj\.weight"):
         headscan.load(path)
+
+
+def test_weights_that_are_not_read_are_refused(tmp_path: Path) -> None:
+    """transformers reads a file without them as another model, and says nothing."""
+    ones = np.ones(8, np.float32)
+    headscan.load(_write(tmp_path / "plain.gguf", _model(), further={"rope_freqs.weight": ones}, scaling="none"))
+    for name, further, scaling, match in (
+        ("factors", {"rope_freqs.weight": 8 * ones}, None, r"frequencies \(rope_freqs\.weight\), which transformers"),
+        ("linear", {}, "linear", r"frequencies \(qwen2\.rope\.scaling\.type = linear\), which transformers"),
+        ("yarn", {}, "yarn", r"frequencies \(qwen2\.rope\.scaling\.type = yarn\), which transformers"),
+        ("bias", {"blk.0.attn_output.bias": np.ones(64, np.float32)}, None, r"64 numbers more .* attn_output\.bias"),
+        (
+            "norm",
+            {"blk.1.attn_q_norm.weight": np.ones(16, np.float32)},
+            None,
+            r"16 numbers more .* in some of attn_q_norm\.weight\. ",
+        ),
+    ):
+        with pytest.raises(ModelLoadError, match=match):
+            headscan.load(_write(tmp_path / f"{name}.gguf", _model(), further=further, scaling=scaling))
 
 
 def test_an_unknown_architecture_gives_one_line(tmp_path: Path) -> None:
