@@ -213,12 +213,7 @@ def test_weights_that_are_not_read_are_refused(tmp_path: Path) -> None:
         ("linear", {}, "linear", r"frequencies \(qwen2\.rope\.scaling\.type = linear\), which transformers"),
         ("yarn", {}, "yarn", r"frequencies \(qwen2\.rope\.scaling\.type = yarn\), which transformers"),
         ("bias", {"blk.0.attn_output.bias": np.ones(64, np.float32)}, None, r"64 numbers more .* attn_output\.bias"),
-        (
-            "norm",
-            {"blk.1.attn_q_norm.weight": np.ones(16, np.float32)},
-            None,
-            r"16 numbers more .* in some of attn_q_norm\.weight\. ",
-        ),
+        ("norm", {"blk.1.attn_q_norm.weight": np.ones(16, np.float32)}, None, r"16 numbers more .* attn_q_norm\."),
     ):
         with pytest.raises(ModelLoadError, match=match):
             headscan.load(_write(tmp_path / f"{name}.gguf", _model(), further=further, scaling=scaling))
