@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
@@ -22,7 +21,7 @@ from headscan_vllm.window_attention import HeadModules
 logger = init_logger(f"vllm.{__name__}")
 
 
-def keep_plan(model: nn.Module, vllm_config: VllmConfig) -> None:
+def keep_plan(model: Any, vllm_config: VllmConfig) -> None:
     """Replace the attention module of each layer by modules of KV heads that keep the same tokens.
 
     Raises:
@@ -40,8 +39,10 @@ def keep_plan(model: nn.Module, vllm_config: VllmConfig) -> None:
         for module in model.modules()
         if isinstance(getattr(module, "attn", None), Attention)
     }
-    if odd := [layer for layer, row in enumerate(plan.heads) if row and layer not in layers and ranks == 1]:
-        _check_stage(odd[0], model)
+    # The layers of other pipeline stages are elsewhere.
+    for layer in range(model.model.start_layer, model.model.end_layer):
+        if plan.heads[layer] and layer not in layers:
+            raise ServedPlanError(f"layer {layer} of this model has no attention. Make a plan for this model")
     for layer, module in layers.items():
         row = plan.row(layer, module.attn.num_kv_heads, rank, ranks)
         module.attn = HeadModules(module.attn, row, size, rules, vllm_config)
@@ -49,13 +50,6 @@ def keep_plan(model: nn.Module, vllm_config: VllmConfig) -> None:
     logger.info(
         "%d of %d KV heads keep a window; %d KV heads an attention module", sum(map(bool, kept)), len(kept), size
     )
-
-
-def _check_stage(layer: int, model: nn.Module) -> None:
-    """Raise ServedPlanError if a layer of the plan has no attention, unless another pipeline stage has the layer."""
-    inner: Any = model.model  # type: ignore[union-attr]
-    if inner.start_layer <= layer < inner.end_layer:
-        raise ServedPlanError(f"layer {layer} of this model has no attention. Make a plan for this model")
 
 
 def _check_engine(vllm_config: VllmConfig) -> None:

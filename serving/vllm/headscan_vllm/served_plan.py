@@ -18,13 +18,7 @@ from typing import Any
 
 VERSION = 1
 #: Architectures that can have a plan; with one their names have the prefix.
-ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "DeciLMForCausalLM",
-)
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "DeciLMForCausalLM")
 PREFIX = "HeadPlan"
 
 _AGAIN = "Write it again with `headscan export vllm`"
@@ -199,7 +193,9 @@ def _window(value: Any) -> tuple[int, int]:
 
 def _kept(value: Any, layer: int, windows: int) -> int:
     if not _is_whole(value) or not 0 <= value <= windows:
-        raise ServedPlanError(f"KV head of layer {layer} of head_plan: {_shown(value)} (limit 0 to {windows}). {_AGAIN}")
+        raise ServedPlanError(
+            f"KV head of layer {layer} of head_plan: {_shown(value)} (limit 0 to {windows}). {_AGAIN}"
+        )
     number: int = value
     return number
 

@@ -45,7 +45,9 @@ def window_backend(backend: type[AttentionBackend], rule: WindowRule) -> type[At
         def use_cascade_attention(self, *_: Any, **__: Any) -> bool:
             return False
 
-        def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> Any:
+        def build(
+            self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+        ) -> Any:
             step = common_attn_metadata
             block_size, width = self.kv_cache_spec.block_size, step.block_table_tensor.shape[1]
             starts = step.query_start_loc_cpu

@@ -1,4 +1,4 @@
-"""The KV cache of windowed heads: a spec, and the manager that keeps the blocks of the first tokens and of the window."""
+"""The KV cache of windowed heads: a spec, and the manager that keeps the blocks of first tokens and of the window."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class WindowHeadsManager(SlidingWindowManager):
         self.rule = kv_cache_spec.rule
         if self.rule.block % self.block_size:
             raise ValueError(
-                f"vLLM made blocks of {self.block_size} tokens for windowed KV heads (limit: a part of {self.rule.block},"
-                " the plan's block). Serve the plan without a draft model"
+                f"vLLM made blocks of {self.block_size} tokens for windowed KV heads (limit: a part of"
+                f" {self.rule.block}, the plan's block). Serve the plan without a draft model"
             )
 
     @property
