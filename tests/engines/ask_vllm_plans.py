@@ -3,9 +3,9 @@
     python ask_vllm_plans.py REQUEST.json ANSWER.json
 
 The request lists engines: ``model``, ``settings`` of `vllm.LLM`, and ``asks``. An ask has ``prompts`` of token ids,
-``sampling`` parameters, ``together`` (False asks one prompt after the other), and ``score``, which asks for the
-log-probabilities of so many last tokens of each prompt in place of new tokens. The answer has for each engine the room
-in its cache, counters, and for each ask the answers and seconds; ``error`` holds the last line of an exception.
+``sampling`` parameters or a list of them, one for each prompt, and ``together``; False asks one prompt after the other.
+The answer has for each engine the room in its cache, counters, and for each ask the answers and seconds; ``error`` is
+the message of an exception.
 
 It runs in an environment with vLLM for CPUs and without headscan.
 """
@@ -33,27 +33,21 @@ SETTINGS = {
 def answers_of(engine, ask: dict) -> dict:
     from vllm import SamplingParams
 
-    score = ask.get("score")
-    sampling = {"temperature": 0, "ignore_eos": True, **ask.get("sampling", {})}
-    if score:
-        sampling |= {"max_tokens": 1, "prompt_logprobs": 0}
     prompts = [{"prompt_token_ids": ids} for ids in ask["prompts"]]
+    given = ask["sampling"] if isinstance(ask["sampling"], list) else [ask["sampling"]] * len(prompts)
+    sampling = [SamplingParams(**{"temperature": 0, "ignore_eos": True, **each}) for each in given]
     began = time.perf_counter()
     if ask.get("together", True):
-        found = engine.generate(prompts, SamplingParams(**sampling), use_tqdm=False)
+        found = engine.generate(prompts, sampling, use_tqdm=False)
     else:
-        found = [engine.generate([each], SamplingParams(**sampling), use_tqdm=False)[0] for each in prompts]
+        pairs = zip(prompts, sampling, strict=True)
+        found = [engine.generate([prompt], [each], use_tqdm=False)[0] for prompt, each in pairs]
     seconds = time.perf_counter() - began
     rows = []
     for each in found:
         output = each.outputs[0]
         row = {"tokens": list(output.token_ids), "cached": each.num_cached_tokens}
-        if score:
-            ids = each.prompt_token_ids[-score:]
-            row["log_likelihood"] = sum(
-                at[token].logprob for at, token in zip(each.prompt_logprobs[-score:], ids, strict=True)
-            )
-        elif output.logprobs is not None:
+        if output.logprobs is not None:
             row["log_probabilities"] = [{token: at.logprob for token, at in each.items()} for each in output.logprobs]
         rows.append(row)
     return {"answers": rows, "seconds": seconds}
