@@ -6,12 +6,9 @@ The folder of the engines' environments (``make engines``) is ``.engines``, or t
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import random
-import subprocess
 from argparse import ArgumentParser
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +16,21 @@ import pytest
 
 import headscan
 from headscan.pipelines.export.vllm_overrides import vllm_overrides
+from tests.engines.check_plans import ask
 from tests.engines.plan_masks import MaskedModel, difference
 from tests.pipelines.export.test_vllm_overrides import plan_of
 
 _ENGINES = Path(os.environ.get("HEADSCAN_ENGINES", ".engines"))
-_SCRIPT = Path(__file__).with_name("ask_vllm_plans.py")
 _NEW = 48
 #: Limit of the difference of a log-probability.
 _LIMIT = 1e-4
 
 
-def ask_vllm(engines: Sequence[dict[str, Any]], scratch: Path) -> list[dict[str, Any]]:
-    """Return the answers of several engines, which are asked in one process."""
-    python = _ENGINES / "vllm" / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"no environment of vLLM in {_ENGINES}")
-    request, answer = scratch / "request.json", scratch / "answer.json"
-    request.write_text(json.dumps({"engines": engines}), encoding="utf-8")
-    words = [str(python), str(_SCRIPT), str(request), str(answer)]
-    ended = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert ended.returncode == 0, ended.stdout[-3000:]
-    answers: list[dict[str, Any]] = json.loads(answer.read_text(encoding="utf-8"))
-    return answers
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_plan_is_exact_under_every_schedule(tmp_path: Path) -> None:
+    if not (_ENGINES / "vllm/bin/python").exists():
+        pytest.skip(f"no environment of vLLM in {_ENGINES}")
     lm = headscan.load("demo", device="cpu", dtype="float32")
     lm.model.save_pretrained(tmp_path / "model")
     heads = set(random.Random(5).sample([(layer, head) for layer in range(6) for head in range(4)], 12))
@@ -69,20 +54,19 @@ def test_a_plan_is_exact_under_every_schedule(tmp_path: Path) -> None:
         {"model": str(tmp_path / "model"), "settings": shared | settings, "asks": asks}
         for settings, asks in of_engine.values()
     ]
-    answered = dict(zip(of_engine, ask_vllm(engines, tmp_path), strict=True))
+    answered = dict(zip(of_engine, ask(_ENGINES, engines), strict=True))
     masked, whole = MaskedModel(tmp_path / "model", fields), MaskedModel(tmp_path / "model", None)
     first = answered["plain"]["asks"][0]["answers"]
     assert difference(whole, prompts[0], first[0])[0] > 0.01, "the plan changes what the model computes"
     for name, answer in answered.items():
-        assert "error" not in answer, (name, answer)
-        for ask, (_, asks) in zip(answer["asks"], [(name, each) for each in of_engine[name][1]], strict=True):
-            for prompt, found in zip(asks["prompts"], ask["answers"], strict=True):
+        for asked, answers in zip(of_engine[name][1], answer["asks"], strict=True):
+            for prompt, found in zip(asked["prompts"], answers["answers"], strict=True):
                 assert len(found["tokens"]) == _NEW
                 largest, other = difference(masked, prompt, found)
                 assert largest < _LIMIT and other == 0, (name, largest, other)
                 assert found["tokens"] == first[prompts.index(prompt)]["tokens"], name
     counters = {name: answer["counters"] for name, answer in answered.items()}
     assert counters["preemption"]["vllm:num_preemptions"] > 0
-    hits = [each["cached"] for ask in answered["prefix cache"]["asks"] for each in ask["answers"]]
+    hits = [each["cached"] for answers in answered["prefix cache"]["asks"] for each in answers["answers"]]
     assert hits == [0, 0, 0, 320, 384, 128, 32, 352]
     assert counters["speculation"]["vllm:spec_decode_num_accepted_tokens"] > 0
