@@ -64,16 +64,11 @@ def vllm_overrides(plan: HeadPlan, config: Any, source: str) -> VllmOverrides:
     if is_decilm:
         places = decilm_slots(own_slots(heads), max(each.heads for each in heads))
         windows = windows.padded(tuple(each.kv_heads for each in places))
-    return VllmOverrides(
-        {
-            "architectures": [_PREFIX + architecture],
-            "head_plan": {
-                "version": _VERSION,
-                "model": {name: getattr(config, name) for name in _MODEL},
-                "windows": windows.windows,
-                "heads": windows.heads,
-            },
-        },
-        windows,
-        is_decilm,
-    )
+    fields = {
+        "version": _VERSION,
+        "model": {name: getattr(config, name) for name in _MODEL},
+        "windows": windows.windows,
+        "heads": windows.heads,
+    }
+    fields |= {name: value for name in ("block", "chunk") if (value := getattr(plan, name, None)) is not None}
+    return VllmOverrides({"architectures": [_PREFIX + architecture], "head_plan": fields}, windows, is_decilm)

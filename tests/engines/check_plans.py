@@ -4,8 +4,8 @@
     python -m tests.engines.check_plans [--model smollm2] [--engines .engines] [--questions 40] [--speed]
 
 All rows are vLLM's own answers, in float32, from the model's own weights and ``--hf-overrides``. Log-probabilities are
-compared with explicit masks in transformers. Exits 1 if a difference exceeds 1e-4 or greedy tokens are others. Other work
-on the machine makes ``--speed`` useless.
+compared with explicit masks in transformers. Exits 1 if a difference exceeds 1e-4 or greedy tokens are others. Other
+work on the machine makes ``--speed`` useless.
 """
 
 from __future__ import annotations

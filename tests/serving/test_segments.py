@@ -16,7 +16,7 @@ WIDTH = 40
 
 def seen_by(rule: WindowRule, position: int) -> list[int]:
     """Return the keys that a query sees, as the documentation of plans in vLLM defines them."""
-    before = position - position % rule.chunk - rule.recent + 1
+    before = position - (position - rule.offset) % rule.chunk - rule.recent + 1
     start = before - before % rule.block
     return [key for key in range(position + 1) if key < rule.sink or key >= start]
 
@@ -46,7 +46,7 @@ def test_each_query_reads_the_keys_of_its_rule_in_order(seed: int) -> None:
     block_size = draw.choice([2, 4])
     block = block_size * draw.choice([1, 2])
     chunk, sink, recent = block * draw.choice([1, 2, 3]), block * draw.choice([0, 1, 2]), draw.randint(1, 20)
-    rule = WindowRule(sink, recent, block, chunk)
+    rule = draw.choice([WindowRule(sink, recent, block, chunk), WindowRule.of_tokens(sink, recent, block)])
     requests = draw.randint(1, 4)
     computed = [draw.randint(0, 40) for _ in range(requests)]
     queries = [draw.choice([0, 1, 1, 2, 7, draw.randint(1, 38)]) for _ in range(requests)]
@@ -63,6 +63,14 @@ def test_each_query_reads_the_keys_of_its_rule_in_order(seed: int) -> None:
         first += count
     assert not read and found.blocks.shape[1] == most_blocks(WIDTH, rule, block_size)
     assert found.lengths.dtype == found.query_start.dtype == torch.int32
+
+
+@pytest.mark.parametrize("recent", range(1, 14))
+def test_without_a_chunk_each_query_has_its_own_window_in_whole_blocks(recent: int) -> None:
+    rule = WindowRule.of_tokens(4, recent, 4)
+    for position in range(50):
+        expected = {key for key in range(position + 1) if key < 4 or key // 4 >= (position - recent + 1) // 4}
+        assert set(seen_by(rule, position)) == expected
 
 
 def test_a_step_of_single_tokens_has_a_segment_for_each_request() -> None:
@@ -96,4 +104,4 @@ def test_no_size_depends_on_numbers_of_the_device() -> None:
     for count in (3, 9):
         found = segments(starts, lengths, WIDTH, rule, block_size=4, count=count)
         assert found.lengths.shape == (count,) and found.query_start.shape == (count + 1,)
-        assert found.table(torch.empty(3, WIDTH, dtype=torch.int32, device="meta")).shape == (count, 6)
+        assert found.table(torch.empty(3, WIDTH, dtype=torch.int32, device="meta")).shape == (count, 5)

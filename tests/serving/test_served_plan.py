@@ -22,7 +22,7 @@ def test_a_plan_is_read() -> None:
     plan.check_model(SimpleNamespace(hidden_size=64, vocab_size=100, num_hidden_layers=3))
     assert plan.rule(1, 16) == WindowRule(32, 64, 32, 64)
     assert plan.rule(2, 32) == WindowRule(0, 8, 32, 64)
-    assert ServedPlan.read(field()).rule(1, 16) == WindowRule(16, 64, 16, 16)
+    assert ServedPlan.read(field()).rule(1, 16) == WindowRule(16, 64, 16, 16, 15)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def segments(
         counts = 1 + (queries > 1) * ((queries - 2).clamp(min=0) // rule.chunk + 1)
         requests = torch.repeat_interleave(counts, output_size=count)
         place = torch.arange(count, device=lengths.device) - (counts.cumsum(0) - counts)[requests]
-    chunk_start = (computed[requests] // rule.chunk + place) * rule.chunk
+    chunk_start = ((computed[requests] - rule.offset) // rule.chunk + place) * rule.chunk + rule.offset
     end = torch.minimum(chunk_start + rule.chunk, lengths[requests])
     first_query = query_start[requests] + (chunk_start - computed[requests]).clamp(min=0).minimum(queries[requests])
     starts = torch.cat([first_query, query_start[-1:]])

@@ -34,31 +34,41 @@ class ServedPlanError(ValueError):
 class WindowRule:
     """Keys that a query of a windowed KV head sees, as a function of its position alone.
 
-    The window starts ``recent - 1`` keys before the query's chunk, rounded down to a whole block. The first tokens are
-    rounded up to whole blocks. So neither other requests, nor the steps in which a prompt is read, nor hits of the
-    prefix cache change what a query sees.
+    The window begins ``recent - 1`` keys before the query's chunk, rounded down to a whole block, and ends with the
+    query. So neither other requests, nor the steps in which a prompt is read, nor hits of the prefix cache change what
+    a query sees.
 
     Attributes:
         sink: First tokens, in whole blocks.
-        recent: Last tokens, the query's own included, of the first query of a chunk.
+        recent: Last tokens that the first query of a chunk sees, its own included.
         block: Tokens to which a window's start is rounded.
-        chunk: Queries of a multiple of so many tokens see the same window.
+        chunk: Tokens of a chunk, a multiple of ``block``.
+        offset: Position, below ``chunk``, at which a chunk begins.
     """
 
     sink: int
     recent: int
     block: int
     chunk: int
+    offset: int = 0
+
+    @classmethod
+    def of_tokens(cls, sink: int, recent: int, block: int) -> WindowRule:
+        """Return the rule by which each query sees its own window, rounded to whole blocks: chunks begin where the
+        rounded start changes.
+        """
+        return cls(sink, recent, block, block, (recent - 1) % block)
 
     def start(self, computed: int) -> int:
         """Return the first token of the window of the query that follows ``computed`` tokens; at least ``sink``."""
-        in_chunk = computed // self.chunk * self.chunk
-        return max(self.sink, (in_chunk - self.recent + 1) // self.block * self.block)
+        chunk_start = (computed - self.offset) // self.chunk * self.chunk + self.offset
+        return max(self.sink, (chunk_start - self.recent + 1) // self.block * self.block)
 
     @property
     def most_tokens(self) -> int:
         """The most keys that a query can see, and that a sequence holds between two steps."""
-        return self.sink + self.recent - 1 + self.block - 1 + self.chunk
+        rounded = (self.offset - self.recent + 1) % self.block
+        return self.sink + self.recent - 1 + rounded + self.chunk
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,7 @@ class ServedPlan:
         windows: First and last tokens of each window.
         heads: Layers x KV heads: 0 keeps all tokens, i keeps ``windows[i - 1]``.
         block: Tokens of a block; None uses that of the engine.
-        chunk: Tokens of a chunk; None uses ``block``.
+        chunk: Tokens that see the same window; None gives each token its own.
     """
 
     model: Mapping[str, Any]
@@ -158,11 +168,15 @@ class ServedPlan:
                 f"blocks of {block_size} tokens in the engine, and of {block} in the plan (limit: a part of it). Serve"
                 f" with --block-size {block}"
             )
-        chunk = self.chunk or block
-        if chunk % block:
-            raise ServedPlanError(f"chunk of head_plan: {chunk} (limit: a multiple of its block, {block}). {_AGAIN}")
-        sink, recent = self.windows[kept - 1]
-        return WindowRule(-(-sink // block) * block, recent, block, chunk)
+        first, recent = self.windows[kept - 1]
+        sink = -(-first // block) * block
+        if self.chunk is None:
+            return WindowRule.of_tokens(sink, recent, block)
+        if self.chunk % block:
+            raise ServedPlanError(
+                f"chunk of head_plan: {self.chunk} (limit: a multiple of its block, {block}). {_AGAIN}"
+            )
+        return WindowRule(sink, recent, block, self.chunk)
 
 
 def modules_of(row: Sequence[int], size: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
