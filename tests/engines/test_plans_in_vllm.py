@@ -33,6 +33,7 @@ def test_a_plan_is_exact_under_every_schedule(tmp_path: Path) -> None:
         pytest.skip(f"no environment of vLLM in {_ENGINES}")
     lm = headscan.load("demo", device="cpu", dtype="float32")
     lm.model.save_pretrained(tmp_path / "model")
+    lm.require_tokenizer().save_pretrained(tmp_path / "model")
     heads = set(random.Random(5).sample([(layer, head) for layer in range(6) for head in range(4)], 12))
     fields = vllm_overrides(plan_of(lm, heads, sink=4, recent=40), lm.model.config, "demo").fields
     ids = lm.require_tokenizer()(inspect.getsource(ArgumentParser)).input_ids

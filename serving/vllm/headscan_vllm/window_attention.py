@@ -30,9 +30,9 @@ BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 
 
 @lru_cache
-def window_backend(backend: type[AttentionBackend], rule: WindowRule) -> type[AttentionBackend]:
+def window_backend(backend: Any, rule: WindowRule) -> type[AttentionBackend]:
     """Return a backend whose kernels read the first tokens and the window alone."""
-    builder: Any = backend.get_builder_cls()
+    builder = backend.get_builder_cls()
 
     class WindowHeadsBuilder(builder):
         """Gives the kernel segments in place of requests."""
@@ -70,7 +70,8 @@ def window_backend(backend: type[AttentionBackend], rule: WindowRule) -> type[At
                     _num_computed_tokens_cache=None,
                     _token_to_req_indices_cache=None,
                 ),
-                fast_build,
+                # FlashAttention's schedule ahead of time has a buffer for requests, of which segments are more.
+                fast_build=True,
             )
             metadata.window_segments = made
             return metadata
@@ -114,6 +115,9 @@ class WindowHeads(Attention):
 
 class HeadModules(nn.Module):
     """The attention of a layer as modules of its KV heads, in place of one module of all heads."""
+
+    order: Tensor | None
+    place: Tensor | None
 
     def __init__(
         self, whole: Attention, row: tuple[int, ...], size: int, rules: dict[int, WindowRule], vllm_config: VllmConfig

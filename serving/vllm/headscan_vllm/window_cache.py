@@ -106,13 +106,13 @@ class WindowHeadsManager(SlidingWindowManager):
             alignment_tokens=alignment_tokens,
         )
         found: list[list[KVCacheBlock] | None] = []
-        run, runs = 0, [0]  # cached blocks in a row that end with each one
+        runs = [0]
         for place in range(max_length // size):
-            found.append(block_pool.get_cached_block(hashes[place], kv_cache_group_ids))
-            run = run + 1 if found[-1] else 0
-            runs.append(run)
-            if place < rule.sink // size and not run:
-                break
+            cached = block_pool.get_cached_block(hashes[place], kv_cache_group_ids)
+            if place < rule.sink // size and not cached:
+                break  # a longer prefix lacks one of its first blocks
+            found.append(cached)
+            runs.append(runs[-1] + 1 if cached else 0)
         length = _longest(runs, rule, size, alignment_tokens)
         window = rule.start(length * size) // size
         hit: tuple[list[KVCacheBlock], ...] = tuple([block_pool.null_block] * length for _ in kv_cache_group_ids)
@@ -129,8 +129,8 @@ class WindowHeadsManager(SlidingWindowManager):
 
 
 def _longest(runs: Sequence[int], rule: WindowRule, size: int, alignment: int) -> int:
-    """Return the most blocks of a prefix whose first tokens and window are cached. ``runs`` has the number of cached
-    blocks in a row before each place.
+    """Return the most blocks of a prefix whose window is cached. ``runs`` has the number of cached blocks in a row
+    before each place.
     """
     for length in range(len(runs) - 1, 0, -1):
         if length * size % alignment == 0 and runs[length] >= length - rule.start(length * size) // size:
