@@ -162,9 +162,11 @@ def check(checked: Checked, engines: Path, count: int) -> int:
     tasks = list(dict.fromkeys(each.task for each in every))
     columns = ("plan", "difference", f"{_NEW} greedy tokens", "tokens that fit", "to full", *tasks)
     table = Table(f"{checked.name}, float32, windows of {_SINK} first and {checked.recent} last tokens", columns)
-    wrong, whole = 0, 0
-    for name, fields in plans(checked).items():
-        [answer] = ask(engines, [engine_of(checked, fields, [exact, recall])])
+    made = plans(checked)
+    # One process for all engines: loading vLLM takes longer than an answer.
+    answers = ask(engines, [engine_of(checked, fields, [exact, recall]) for fields in made.values()])
+    wrong, whole = 0, answers[0]["tokens_that_fit"]
+    for (name, fields), answer in zip(made.items(), answers, strict=True):
         found = ["", ""]
         if fields is None or "head_plan" in fields:
             masked = MaskedModel(checked.folder, fields)
@@ -175,7 +177,6 @@ def check(checked: Checked, engines: Path, count: int) -> int:
             largest, other = max(pair[0] for pair in pairs), max(pair[1] for pair in pairs)
             wrong += largest > _LIMIT or other > 0
             found = [f"{largest:.1e}", f"other at {other}" if other else "equal"]
-        whole = whole or answer["tokens_that_fit"]
         shares = recalled(every, answer["asks"][1]["answers"])
         fits = answer["tokens_that_fit"]
         table.row(name, *found, f"{fits:,}", f"{fits / whole:.2f}", *(f"{shares[task]:.0%}" for task in tasks))
@@ -191,11 +192,11 @@ def time_plans(checked: Checked, engines: Path, cycles: int) -> None:
     table = Table(f"{checked.name}, float32", columns)
     timed: dict[str, list[tuple[float, float]]] = {}
     every = plans(checked)
+    turn = [engine_of(checked, fields, asks) for fields in every.values()]
+    for engine in turn:
+        engine["settings"]["enable_prefix_caching"] = False
     for _ in range(cycles):
-        for name, fields in every.items():
-            engine = engine_of(checked, fields, asks)
-            engine["settings"]["enable_prefix_caching"] = False
-            [answer] = ask(engines, [engine])
+        for name, answer in zip(every, ask(engines, turn), strict=True):
             _, prompt, both = (each["seconds"] for each in answer["asks"])
             timed.setdefault(name, []).append((prompt, (both - prompt) / _NEW))
     for name, pairs in timed.items():
@@ -213,7 +214,9 @@ def main() -> int:
     parser.add_argument("--engines", type=Path, default=Path(".engines"), help="folder of the environments")
     parser.add_argument("--questions", type=int, default=40, help="recall questions by task and length (default: 40)")
     parser.add_argument("--speed", action="store_true", help="time the plans instead")
-    parser.add_argument("--cycles", type=int, default=3, help="processes of each plan that are timed (default: 3)")
+    parser.add_argument(
+        "--cycles", type=int, default=3, help="processes, each of which times all plans (default: 3)"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         checked = Checked(options.model, Path(scratch))

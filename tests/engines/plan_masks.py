@@ -18,9 +18,10 @@ class MaskedModel:
     """A model of transformers in float32 whose KV heads see what the fields of a plan allow, at every position."""
 
     def __init__(self, folder: Path, fields: Mapping[str, Any] | None) -> None:
-        AttentionInterface.register("served_plan", self._attention)
+        name = f"served_plan_{id(self)}"
+        AttentionInterface.register(name, self._attention)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.model.set_attn_implementation("served_plan")
+        self.model.set_attn_implementation(name)
         self.plan = None if fields is None else fields["head_plan"]
 
     def _attention(
