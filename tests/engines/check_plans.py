@@ -214,9 +214,7 @@ def main() -> int:
     parser.add_argument("--engines", type=Path, default=Path(".engines"), help="folder of the environments")
     parser.add_argument("--questions", type=int, default=40, help="recall questions by task and length (default: 40)")
     parser.add_argument("--speed", action="store_true", help="time the plans instead")
-    parser.add_argument(
-        "--cycles", type=int, default=3, help="processes, each of which times all plans (default: 3)"
-    )
+    parser.add_argument("--cycles", type=int, default=3, help="processes, each of which times all plans (default: 3)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         checked = Checked(options.model, Path(scratch))

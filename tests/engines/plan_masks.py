@@ -34,7 +34,8 @@ class MaskedModel:
         for head in [head for head, number in enumerate(kept) if number]:
             sink, recent = self.plan["windows"][kept[head] - 1]  # type: ignore[index]
             first = -(-sink // BLOCK) * BLOCK
-            start = (at - recent + 1) // BLOCK * BLOCK
+            chunk = self.plan.get("chunk", 1)  # type: ignore[union-attr]
+            start = (at // chunk * chunk - recent + 1) // BLOCK * BLOCK
             window = (at[None] < first) | (at[None] >= start[:, None])
             visible[head * group : (head + 1) * group] &= window
         key, value = (each.repeat_interleave(group, 1) for each in (key, value))

@@ -6,21 +6,29 @@ The folder of the engines' environments (``make engines``) is ``.engines``, or t
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import random
+import subprocess
 from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 import headscan
+from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.export.decilm_folder import write_decilm
 from headscan.pipelines.export.vllm_overrides import vllm_overrides
 from tests.engines.check_plans import ask
 from tests.engines.plan_masks import MaskedModel, difference
 from tests.pipelines.export.test_vllm_overrides import plan_of
 
 _ENGINES = Path(os.environ.get("HEADSCAN_ENGINES", ".engines"))
+_PYTHON = _ENGINES / "vllm/bin/python"
+pytestmark = pytest.mark.skipif(not _PYTHON.exists(), reason=f"no environment of vLLM in {_ENGINES}")
 _NEW = 48
 #: Limit of the difference of a log-probability.
 _LIMIT = 1e-4
@@ -29,8 +37,6 @@ _LIMIT = 1e-4
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_plan_is_exact_under_every_schedule(tmp_path: Path) -> None:
-    if not (_ENGINES / "vllm/bin/python").exists():
-        pytest.skip(f"no environment of vLLM in {_ENGINES}")
     lm = headscan.load("demo", device="cpu", dtype="float32")
     lm.model.save_pretrained(tmp_path / "model")
     lm.require_tokenizer().save_pretrained(tmp_path / "model")
@@ -71,3 +77,79 @@ def test_a_plan_is_exact_under_every_schedule(tmp_path: Path) -> None:
     hits = [each["cached"] for answers in answered["prefix cache"]["asks"] for each in answers["answers"]]
     assert hits == [0, 0, 0, 320, 384, 128, 32, 352]
     assert counters["speculation"]["vllm:spec_decode_num_accepted_tokens"] > 0
+
+
+def _small(config: PreTrainedConfig, folder: Path) -> LoadedModel:
+    """Return a random model in a folder, with the tokenizer of the demo model."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() > 1 else 1.0)
+    model.save_pretrained(folder)
+    headscan.load("demo", device="cpu").require_tokenizer().save_pretrained(folder)
+    return headscan.load(folder, device="cpu", dtype="float32")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_architecture_is_exact(tmp_path: Path) -> None:
+    """Plans on models whose attention differs, several windows, heads that are no neighbours, and a pruned model."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "vocab_size": 4096,
+        "max_position_embeddings": 512,
+    }
+    configs = {
+        "mistral": MistralConfig(**sizes, sliding_window=None),
+        "qwen2": Qwen2Config(**{**sizes, "num_attention_heads": 4}),
+        "qwen3": Qwen3Config(**sizes),
+    }
+    cases: dict[str, tuple[Path, dict[str, Any]]] = {}
+    for name, config in configs.items():
+        lm = _small(config, tmp_path / name)
+        # Two heads of a kind in each layer share a module; those of layer 0 are neighbours of the other kind.
+        heads = {(0, 0), (0, 2), (1, 0), (1, 1)}
+        cases[name] = (tmp_path / name, vllm_overrides(plan_of(lm, heads), lm.model.config, name).fields)
+    twice = json.loads(json.dumps(cases["qwen3"][1]))
+    twice["head_plan"] |= {"windows": [[0, 7], [40, 33]], "heads": [[1, 0, 2, 2], [0, 0, 1, 2]], "chunk": 64}
+    cases["two widths and a chunk"] = (tmp_path / "qwen3", twice)
+
+    removed = [(1, 0), (1, 1), *((4, head) for head in range(8))]
+    headscan.save_pruned(
+        headscan.slice_heads(headscan.load("demo", device="cpu", dtype="float32"), removed), tmp_path / "smaller"
+    )
+    smaller = headscan.load(tmp_path / "smaller", device="cpu", dtype="float32")
+    plan = plan_of(smaller, {(0, 0), (1, 1), (2, 3), (5, 0)}, recent=24)
+    pruned = vllm_overrides(plan, smaller.model.config, "smaller").fields
+    cases["pruned"] = (write_decilm(smaller, tmp_path / "served").folder, pruned)
+
+    text = headscan.load("demo", device="cpu").require_tokenizer()(inspect.getsource(ArgumentParser)).input_ids
+    asks = [{"prompts": [text[:300], text[500:590]], "sampling": {"max_tokens": 24, "logprobs": 20}}]
+    engines = [
+        {
+            "model": str(folder),
+            "settings": {"hf_overrides": fields, "max_model_len": 512, "trust_remote_code": name == "pruned"},
+            "asks": asks,
+        }
+        for name, (folder, fields) in cases.items()
+    ]
+    for (name, (folder, fields)), answer in zip(cases.items(), ask(_ENGINES, engines), strict=True):
+        masked = MaskedModel(tmp_path / "smaller" if name == "pruned" else folder, fields)
+        whole = MaskedModel(tmp_path / "smaller" if name == "pruned" else folder, None)
+        for prompt, found in zip(asks[0]["prompts"], answer["asks"][0]["answers"], strict=True):
+            largest, other = difference(masked, prompt, found)
+            assert largest < _LIMIT and other == 0, (name, largest, other)
+            assert difference(whole, prompt, found)[0] > 10 * _LIMIT, name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_plugin_fits_the_classes_of_vllm() -> None:
+    words = [str(_PYTHON), str(Path(__file__).with_name("check_plugin.py"))]
+    ended = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert ended.returncode == 0 and "402 checks passed" in ended.stdout, ended.stdout[-3000:]
