@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from headscan_vllm.served_plan import ServedPlan, ServedPlanError, WindowRule, modules_of
+from headscan_vllm.served_plan import ServedPlan, ServedPlanError, WindowRule, freeing, modules_of
 
 HEADS = [[0, 1, 1, 0], [], [2, 2, 2, 2]]
 
@@ -89,3 +89,22 @@ def test_modules_hold_neighbours_of_a_kind() -> None:
     assert modules_of((2, 2, 2, 2), 2) == ((2, (0, 1)), (2, (2, 3)))
     assert ServedPlan.read(field(heads=[[1, 1, 0], [1, 1, 1]])).heads_per_module(1) == 1
     assert ServedPlan.read(field(heads=[[1, 1, 1, 1], [0, 0, 0, 0]])).heads_per_module(1) == 4
+
+
+def test_modules_are_counted_so_that_groups_are_full() -> None:
+    tokens = {0: 8192, 1: 600, 2: 900}
+    assert freeing({0: 45, 1: 45}, tokens) == {1: 45}
+    assert freeing({0: 68, 1: 22}, tokens) == {1: 18}, "four groups of 18 full ones and one of 18 windows"
+    assert freeing({0: 0, 1: 90}, tokens) == {1: 90}
+    assert freeing({0: 60, 1: 30, 2: 15}, tokens) == {1: 30, 2: 15}
+    assert freeing({0: 58, 1: 30, 2: 2}, tokens) == {1: 30, 2: 0}, "a kind of two modules would make 45 groups"
+    assert freeing({0: 1, 1: 1}, tokens) == {1: 1}
+
+
+def test_all_ranks_free_the_same_modules() -> None:
+    plan = ServedPlan.read(field(heads=[[0, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]))
+    whole = plan.freeing_modules(1, 1, {0: 8192, 1: 600, 2: 900})
+    assert [len(each) for each in whole] == [3, 2, 0]
+    # On two ranks vLLM counts one full and two windowed modules in layer 0, and two of each in layer 1.
+    halves = plan.freeing_modules(1, 2, {0: 8192, 1: 600, 2: 900})
+    assert halves[0] <= {(1, 0), (1, 1)} and halves[1] <= {(1, 0), (1, 1)} and not halves[2]

@@ -43,12 +43,20 @@ def keep_plan(model: Any, vllm_config: VllmConfig) -> None:
     for layer in range(model.model.start_layer, model.model.end_layer):
         if plan.heads[layer] and layer not in layers:
             raise ServedPlanError(f"layer {layer} of this model has no attention. Make a plan for this model")
+    held = vllm_config.max_in_flight_tokens
+    longest = vllm_config.model_config.max_model_len
+    tokens = {0: longest} | {kept: min(longest, rule.most_tokens + held) for kept, rule in rules.items()}
+    freeing = plan.freeing_modules(size, ranks, tokens)
     for layer, module in layers.items():
         row = plan.row(layer, module.attn.num_kv_heads, rank, ranks)
-        module.attn = HeadModules(module.attn, row, size, rules, vllm_config)
+        module.attn = HeadModules(module.attn, row, size, rules, freeing[layer], vllm_config)
     kept = [each for row in plan.heads for each in row]
     logger.info(
-        "%d of %d KV heads keep a window; %d KV heads an attention module", sum(map(bool, kept)), len(kept), size
+        "%d of %d KV heads keep a window; %d KV heads an attention module, of which %d free blocks",
+        sum(map(bool, kept)),
+        len(kept),
+        size,
+        sum(map(len, freeing)),
     )
 
 

@@ -156,6 +156,29 @@ class ServedPlan:
                 largest = gcd(largest, *(part.count(kind) for kind in set(part)))
         return largest
 
+    def freeing_modules(self, size: int, ranks: int, tokens: Mapping[int, int]) -> list[set[tuple[int, int]]]:
+        """Return for each layer the kind, and the number within the kind, of the windowed modules that `freeing` gives
+        blocks of their own, the same on all ranks.
+
+        Args:
+            size: KV heads of a module.
+            tokens: Tokens that a sequence holds of each kind.
+        """
+        modules: dict[int, list[tuple[int, int]]] = {kind: [] for kind in range(1 + len(self.windows))}
+        for layer, row in enumerate(self.heads):
+            local = max(1, len(row) // ranks)
+            parts = [row[first : first + local] for first in range(0, len(row), local)]
+            for kind, places in modules.items():
+                # vLLM counts a module that any rank has.
+                most = max((part.count(kind) // size for part in parts), default=0)
+                places += [(layer, number) for number in range(most)]
+        found: list[set[tuple[int, int]]] = [set() for _ in self.heads]
+        present = {kind: len(places) for kind, places in modules.items() if places or not kind}
+        for kind, count in freeing(present, tokens).items():
+            for layer, number in modules[kind][:count]:
+                found[layer].add((kind, number))
+        return found
+
     def rule(self, kept: int, block_size: int) -> WindowRule:
         """Return the rule of a window in an engine with blocks of ``block_size`` tokens.
 
@@ -177,6 +200,37 @@ class ServedPlan:
                 f"chunk of head_plan: {self.chunk} (limit: a multiple of its block, {block}). {_AGAIN}"
             )
         return WindowRule(sink, recent, block, self.chunk)
+
+
+def freeing(counts: Mapping[int, int], tokens: Mapping[int, int]) -> dict[int, int]:
+    """Return how many attention modules of each window have blocks of their own, which they free. The other ones keep
+    the blocks of all tokens with the full modules; what they attend to is the same.
+
+    vLLM makes groups of equally many modules and pads the last group of each kind. 68 full and 22 windowed modules
+    would be four and one group of 22, which waste 20 places; if 18 windowed ones free blocks, four and one group of 18
+    waste none.
+
+    Args:
+        counts: Attention modules of each kind; kind 0 is full.
+        tokens: Tokens that a sequence holds of each kind.
+    """
+    windows = [kind for kind in counts if kind]
+    choices = []
+    for size in range(1, 1 + max(counts[kind] for kind in windows)):
+        own = {kind: counts[kind] // size * size for kind in windows}
+        stored = {0: sum(counts.values()) - sum(own.values()), **own}
+        together = _modules_of_a_group([count for count in stored.values() if count])
+        groups = {kind: -(-count // together) for kind, count in stored.items()}
+        held = together * sum(groups[kind] * tokens[kind] for kind in groups)
+        choices.append((held, sum(groups.values()), own))
+    least = min(held for held, _, _ in choices)
+    # Each group costs time in every step.
+    return min((each for each in choices if each[0] <= 1.05 * least), key=lambda each: each[1])[2]
+
+
+def _modules_of_a_group(counts: Sequence[int]) -> int:
+    """Return the attention modules of a group in vLLM, by the number of modules of each kind."""
+    return max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
 
 
 def modules_of(row: Sequence[int], size: int) -> tuple[tuple[int, tuple[int, ...]], ...]:

@@ -5,6 +5,8 @@ Shapes: N tokens, K KV heads, G query heads of a KV head, D width of a head.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Container
 from functools import lru_cache
 from typing import Any
 
@@ -96,11 +98,14 @@ def _on_cpu(
 class WindowHeads(Attention):
     """Attention of KV heads that keep the first tokens and a window."""
 
-    def __init__(self, *arguments: Any, rule: WindowRule, attn_backend: type[AttentionBackend], **others: Any) -> None:
-        super().__init__(*arguments, attn_backend=window_backend(attn_backend, rule), **others)
-        self.rule = rule
+    def __init__(self, *, rule: WindowRule, frees: bool, attn_backend: type[AttentionBackend], **others: Any) -> None:
+        """Set the window; ``frees`` is False if the cache keeps the blocks that the window has left."""
+        super().__init__(attn_backend=window_backend(attn_backend, rule), **others)
+        self.rule, self.frees = rule, frees
 
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
+        if not self.frees:
+            return super().get_kv_cache_spec(vllm_config)
         return WindowHeadsSpec(
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=self.num_kv_heads,
@@ -120,13 +125,20 @@ class HeadModules(nn.Module):
     place: Tensor | None
 
     def __init__(
-        self, whole: Attention, row: tuple[int, ...], size: int, rules: dict[int, WindowRule], vllm_config: VllmConfig
+        self,
+        whole: Attention,
+        row: tuple[int, ...],
+        size: int,
+        rules: dict[int, WindowRule],
+        freeing: Container[tuple[int, int]],
+        vllm_config: VllmConfig,
     ) -> None:
         """Take the place of ``whole``, which is removed from vLLM's list of attention modules.
 
         Args:
             row: What each KV head keeps, 0 or a key of ``rules``.
             size: KV heads of a module.
+            freeing: Kind and number within the kind of the modules of this layer that free blocks.
         """
         super().__init__()
         _check(whole, row)
@@ -141,8 +153,10 @@ class HeadModules(nn.Module):
         del vllm_config.compilation_config.static_forward_context[whole.layer_name]
         self.parts = nn.ModuleList()
         group = whole.num_heads // whole.num_kv_heads
-        for number, (kept, part) in enumerate(made):
-            name = f"window{kept}" if kept else "full"
+        counts: Counter[int] = Counter()
+        for kept, part in made:
+            number = counts[kept]
+            counts[kept] += 1
             arguments: dict[str, Any] = {
                 "num_heads": group * len(part),
                 "head_size": whole.head_size,
@@ -152,11 +166,13 @@ class HeadModules(nn.Module):
                 "quant_config": whole.quant_config,
                 "per_layer_sliding_window": whole.sliding_window,
                 # The same name has the same spec on all ranks.
-                "prefix": f"{whole.layer_name}.{name}_{sum(each == kept for each, _ in made[:number])}",
+                "prefix": f"{whole.layer_name}.{f'window{kept}' if kept else 'full'}_{number}",
                 "attn_backend": whole.attn_backend,
                 "head_size_v": whole.head_size_v,
             }
-            self.parts.append(WindowHeads(**arguments, rule=rules[kept]) if kept else Attention(**arguments))
+            if kept:
+                arguments |= {"rule": rules[kept], "frees": (kept, number) in freeing}
+            self.parts.append((WindowHeads if kept else Attention)(**arguments))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return the output (N, K * G * D) of queries (N, K * G * D), keys and values (N, K * D)."""
