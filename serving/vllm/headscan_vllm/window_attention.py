@@ -81,7 +81,8 @@ def window_backend(backend: Any, rule: WindowRule) -> type[AttentionBackend]:
         def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
             return super().update_block_table(metadata, metadata.window_segments.table(blk_table), slot_mapping)
 
-    return subclass_attention_backend(f"WindowHeads_{hash(rule):x}_", backend, WindowHeadsBuilder)
+    name = f"WindowHeads_{rule.sink}_{rule.recent}_{rule.block}_{rule.chunk}_"
+    return subclass_attention_backend(name, backend, WindowHeadsBuilder)
 
 
 def _on_cpu(
