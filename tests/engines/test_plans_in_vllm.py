@@ -54,6 +54,7 @@ def test_a_plan_is_exact_under_every_schedule(tmp_path: Path) -> None:
         "chunks of 64 tokens": ({"max_num_batched_tokens": 64}, [together]),
         "preemption": ({"num_gpu_blocks_override": 42}, [repeated]),
         "prefix cache": ({"enable_prefix_caching": True}, [one_by_one, together]),
+        "compiled": ({"enforce_eager": False}, [together]),
         "speculation": ({"speculative_config": ngram}, [together]),
     }
     shared = {"hf_overrides": fields, "max_model_len": 512}
