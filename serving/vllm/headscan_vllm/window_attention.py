@@ -34,7 +34,7 @@ BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 @lru_cache
 def window_backend(backend: Any, rule: WindowRule) -> type[AttentionBackend]:
     """Return a backend whose kernels read the first tokens and the window alone."""
-    builder = backend.get_builder_cls()
+    builder: Any = backend.get_builder_cls()
 
     class WindowHeadsBuilder(builder):
         """Gives the kernel segments in place of requests."""
@@ -99,7 +99,7 @@ def _on_cpu(
 class WindowHeads(Attention):
     """Attention of KV heads that keep the first tokens and a window."""
 
-    def __init__(self, *, rule: WindowRule, frees: bool, attn_backend: type[AttentionBackend], **others: Any) -> None:
+    def __init__(self, *, rule: WindowRule, frees: bool, attn_backend: Any, **others: Any) -> None:
         """Set the window; ``frees`` is False if the cache keeps the blocks that the window has left."""
         super().__init__(attn_backend=window_backend(attn_backend, rule), **others)
         self.rule, self.frees = rule, frees
