@@ -100,19 +100,25 @@ def _shuffled(plan: HeadPlan) -> HeadPlan:
     return replace(plan, heads=tuple(moved))
 
 
-def ask(engines_folder: Path, engines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the answers of vLLM in a process of its own; raise RuntimeError with its last lines if it fails."""
+def ask_each(engines_folder: Path, engines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the answer or the ``error`` of each engine, in a process of vLLM; raise RuntimeError if it ends."""
     with tempfile.TemporaryDirectory() as scratch:
         request, answer = Path(scratch) / "request.json", Path(scratch) / "answer.json"
         request.write_text(json.dumps({"engines": engines}), encoding="utf-8")
         words = [str(engines_folder / "vllm/bin/python"), str(_SCRIPT), str(request), str(answer)]
         ended = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        answered = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else []
-        problems = [each["error"] for each in answered if "error" in each]
-        if ended.returncode or problems or len(answered) != len(engines):
-            raise RuntimeError(f"exit code {ended.returncode}\n{problems or ended.stdout[-3000:]}")
-        found: list[dict[str, Any]] = answered
+        found: list[dict[str, Any]] = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else []
+        if ended.returncode or len(found) != len(engines):
+            raise RuntimeError(f"exit code {ended.returncode}\n{ended.stdout[-3000:]}")
         return found
+
+
+def ask(engines_folder: Path, engines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the answers of `ask_each`; raise RuntimeError if an engine fails."""
+    found = ask_each(engines_folder, engines)
+    if problems := [each["error"] for each in found if "error" in each]:
+        raise RuntimeError("\n".join(problems))
+    return found
 
 
 def engine_of(checked: Checked, fields: Mapping[str, Any] | None, asks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

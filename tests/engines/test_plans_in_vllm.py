@@ -22,7 +22,7 @@ import headscan
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.export.decilm_folder import write_decilm
 from headscan.pipelines.export.vllm_overrides import vllm_overrides
-from tests.engines.check_plans import ask
+from tests.engines.check_plans import ask, ask_each
 from tests.engines.plan_masks import MaskedModel, difference
 from tests.pipelines.export.test_vllm_overrides import plan_of
 
@@ -146,6 +146,45 @@ def test_every_architecture_is_exact(tmp_path: Path) -> None:
             largest, other = difference(masked, prompt, found)
             assert largest < _LIMIT and other == 0, (name, largest, other)
             assert difference(whole, prompt, found)[0] > 10 * _LIMIT, name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_windows_and_fp8_save_together_and_bad_settings_are_one_line(tmp_path: Path) -> None:
+    lm = headscan.load("demo", device="cpu", dtype="float32")
+    lm.model.save_pretrained(tmp_path / "model")
+    lm.require_tokenizer().save_pretrained(tmp_path / "model")
+    heads = {(layer, head) for layer in range(6) for head in (0, 2)}
+    fields = vllm_overrides(plan_of(lm, heads, recent=40), lm.model.config, "demo").fields
+    prompt = lm.require_tokenizer()(inspect.getsource(ArgumentParser)).input_ids[:400]
+    settings = {"max_model_len": 512, "max_num_batched_tokens": 64}
+    plan, fp8 = settings | {"hf_overrides": fields}, {"kv_cache_dtype": "fp8_e4m3"}
+    sampled = {"temperature": 0.8, "max_tokens": 16, "ignore_eos": True}
+    other = json.loads(json.dumps(fields))
+    other["head_plan"]["model"]["hidden_size"] = 64
+    engines = {
+        "full": settings,
+        "plan": plan,
+        "full, fp8": settings | fp8,
+        "plan, fp8": plan | fp8,
+        "seed 3": plan | {"seed": 3},
+        "seed 3 again": plan | {"seed": 3},
+        "another model": plan | {"hf_overrides": other},
+        "one table": plan | {"disable_hybrid_kv_cache_manager": True},
+    }
+    asks = [{"prompts": [prompt], "sampling": sampled}]
+    answers = ask_each(
+        _ENGINES, [{"model": str(tmp_path / "model"), "settings": each, "asks": asks} for each in engines.values()]
+    )
+    found = dict(zip(engines, answers, strict=True))
+    fits = {name: found[name]["tokens_that_fit"] for name in list(engines)[:4]}
+    assert fits["plan"] > 1.25 * fits["full"]
+    assert fits["plan, fp8"] > 3.9 * fits["plan"] and fits["full, fp8"] > 3.9 * fits["full"]
+    same = [found[name]["asks"][0]["answers"][0]["tokens"] for name in ("seed 3", "seed 3 again")]
+    assert same[0] == same[1]
+    assert "hidden_size 64; this one has 256" in found["another model"]["error"]
+    assert "Serve without --disable-hybrid-kv-cache-manager" in found["one table"]["error"]
+    assert "\n" not in found["another model"]["error"] + found["one table"]["error"]
 
 
 @pytest.mark.slow
