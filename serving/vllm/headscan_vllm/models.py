@@ -39,9 +39,8 @@ def keep_plan(model: Any, vllm_config: VllmConfig) -> None:
         for module in model.modules()
         if isinstance(getattr(module, "attn", None), Attention)
     }
-    # The layers of other pipeline stages are elsewhere.
-    for layer in range(model.model.start_layer, model.model.end_layer):
-        if plan.heads[layer] and layer not in layers:
+    for layer, row in enumerate(plan.heads):
+        if row and layer not in layers:
             raise ServedPlanError(f"layer {layer} of this model has no attention. Make a plan for this model")
     held = vllm_config.max_in_flight_tokens
     longest = vllm_config.model_config.max_model_len
@@ -70,6 +69,8 @@ def _check_engine(vllm_config: VllmConfig) -> None:
         problem = "transfer of the KV cache was not tried. Serve without --kv-transfer-config"
     elif speculation is not None and speculation.method != "ngram":
         problem = f"speculation by {speculation.method} was not tried. Use ngram"
+    elif vllm_config.parallel_config.pipeline_parallel_size > 1:
+        problem = "pipeline parallelism was not tried. Serve without --pipeline-parallel-size"
     elif vllm_config.parallel_config.decode_context_parallel_size > 1:
         problem = "context parallelism was not tried. Serve without --decode-context-parallel-size"
     if problem:
