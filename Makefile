@@ -70,7 +70,7 @@ gpu:
 	$(GPU_PYTHON) -m tests.benchmarks.bench_arms $(ON_GPU) --beside whole --shapes 8B --questions 40 --batch 32 --rounds 1
 
 # Exported models in llama.cpp and vLLM against our own numbers; the environments take a few minutes and 3 GB.
-$(ENGINES)/.ready:
+$(ENGINES)/.ready: serving/vllm/pyproject.toml
 	$(PYTHON) -m venv $(ENGINES)/llama_cpp
 	$(ENGINES)/llama_cpp/bin/python -m pip install --quiet --disable-pip-version-check xllamacpp==2026.10.11549
 	$(PYTHON) -m venv $(ENGINES)/vllm
@@ -82,10 +82,12 @@ $(ENGINES)/.ready:
 	cp -r $(ENGINES)/vllm-0.32.0+cpu.dist-info $(ENGINES)/vllm/lib/python*/site-packages/
 # They may be builds for CUDA, which do not load next to torch's CPU build; text models need none of them.
 	$(ENGINES)/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(ENGINES)/vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e serving/vllm
 	touch $@
 
 engines: $(VENV)/.ready $(ENGINES)/.ready
 	$(BIN)/python -m tests.engines.check_engines --engines $(ENGINES)
+	$(BIN)/python -m tests.engines.check_plans --engines $(ENGINES)
 	HEADSCAN_ENGINES=$(ENGINES) $(BIN)/pytest tests/engines
 
 lint: $(VENV)/.ready

@@ -1,8 +1,8 @@
 """Head plans: which tokens each KV head keeps in the cache, and plan files.
 
 Methods score the KV heads (`keep_scores`, `scan_scores`). `allocate` turns scores and a budget (`plan_budgets`) into a
-plan (`head_plan`), which is made of `plan_records`. `pattern_files` reads and writes the formats of other tools, and
-`layer_windows` plans that hold one window per layer, for serving engines.
+plan (`head_plan`), which is made of `plan_records`. `pattern_files` reads and writes the formats of other tools,
+`layer_windows` plans that hold one window per layer, for serving engines, and `head_windows` plans by KV head for vLLM.
 """
 
 # Names imported `as` themselves are public: type checkers let others import these alone from here.
@@ -17,6 +17,8 @@ from headscan.analysis.plans.head_plan import load_plan as load_plan
 from headscan.analysis.plans.head_plan import plan_schema as plan_schema
 from headscan.analysis.plans.head_plan import planned_bytes as planned_bytes
 from headscan.analysis.plans.head_plan import planned_layer_bytes as planned_layer_bytes
+from headscan.analysis.plans.head_windows import HeadWindows as HeadWindows
+from headscan.analysis.plans.head_windows import head_windows as head_windows
 from headscan.analysis.plans.keep_scores import KeepScores as KeepScores
 from headscan.analysis.plans.keep_scores import by_layer as by_layer
 from headscan.analysis.plans.keep_scores import damage_scores as damage_scores

@@ -26,6 +26,7 @@ class Export(StoreVerb):
         headscan export gguf smaller/ --out smaller.gguf
         headscan export decilm smaller/ --out served/
         headscan export layer-types MODEL --plan layers.json --out served/
+        headscan export vllm MODEL --plan head_plan.json --out served.json
         headscan export tensorrt-llm --plan layers.json --out kv_cache.yaml
         headscan export duoattention --plan head_plan.json --out pattern/
         headscan export parquet --store s.duckdb --out tables/

@@ -49,6 +49,7 @@ class DeciLMConfig(PretrainedConfig):
         super().__init__(**fields)
 '''
 _CODE_FILE = "configuration_decilm.py"
+ARCHITECTURE = "DeciLMForCausalLM"
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def decilm_form(served: ServableModel) -> ServedForm:
     """Return what the folder of a model holds, without writing it."""
     places, weights = _weights(served)
     nbytes = sum(each.numel() * each.element_size() for each in weights.values())
-    return ServedForm("DeciLMForCausalLM", places, sum(each.numel() for each in weights.values()), nbytes)
+    return ServedForm(ARCHITECTURE, places, sum(each.numel() for each in weights.values()), nbytes)
 
 
 def _weights(served: ServableModel) -> tuple[tuple[HeadSlots, ...], dict[str, Tensor]]:
@@ -149,7 +150,7 @@ def _config(served: ServableModel, places: tuple[HeadSlots, ...], weights: Mappi
         for each in places
     ]
     return llama_fields(served, places, weights) | {
-        "architectures": ["DeciLMForCausalLM"],
+        "architectures": [ARCHITECTURE],
         "auto_map": {"AutoConfig": f"{_CODE_FILE.removesuffix('.py')}.DeciLMConfig"},
         "model_type": "nemotron-nas",
         "block_configs": blocks,

@@ -119,6 +119,27 @@ def _layer_fields(plan: HeadPlan, out: str | Path) -> Exported:
     )
 
 
+def _vllm(config: ExportConfig, store: Store | None) -> Exported:
+    from headscan.analysis.store.output_files import write_text
+    from headscan.pipelines.export.vllm_overrides import vllm_overrides
+
+    assert config.model is not None
+    model, source = config.model.config(), config.model.source
+    made = vllm_overrides(_plan(config), model, source)
+    path = str(write_text(config.out, json.dumps(made.fields, separators=(",", ":")) + "\n"))
+    heads = sum(map(len, made.windows.heads))
+    widths = ", ".join(f"{sink} first and {recent} last tokens" for sink, recent in made.windows.windows[:3])
+    more = len(made.windows.windows) - 3
+    lines = [f"{made.windows.windowed} of {heads} KV heads keep {widths}" + (f", or {more} more" if more > 0 else "")]
+    folder, options = quote(source), ""
+    if made.is_decilm:
+        folder, options = quote(f"{source.rstrip('/')}-served"), " --trust-remote-code"
+        lines.append(f"write the folder with `headscan export decilm {quote(source)} --out {folder}`")
+    use = f'vllm serve {folder}{options} --hf-overrides "$(cat {quote(path)})"'
+    lines.append(f"written to {path}; with the plugin headscan-vllm serve it with `{use}`")
+    return Exported((path,), {"file": path, "windowed": made.windows.windowed, "kv_heads": heads}, tuple(lines))
+
+
 def _tensorrt_llm(config: ExportConfig, store: Store | None) -> Exported:
     from headscan.analysis.plans import cache_windows
     from headscan.analysis.store.output_files import write_text
@@ -196,6 +217,9 @@ EXPORT_FORMATS: Mapping[str, _Format] = {
         "folder of a model with a plan by layer for vLLM, or without MODEL a file of two fields of its configuration",
         "optional",
         ("plan", "architecture"),
+    ),
+    "vllm": _Format(
+        _vllm, "file of fields of MODEL's configuration for vLLM, with a plan by KV head", "needed", ("plan",)
     ),
     "tensorrt-llm": _Format(_tensorrt_llm, "file that configures a KV cache", options=("plan",)),
     "duoattention": _Format(_pattern, "table of layers x KV heads for DuoAttention", options=("plan",)),

@@ -80,6 +80,14 @@ class HeadSlots(NamedTuple):
         return self.kv_heads * self.group
 
 
+def own_slots(heads: Sequence[LayerHeads]) -> tuple[HeadSlots, ...]:
+    """Return the smallest places that hold each layer, with groups as wide as the layer's widest. The first layer has
+    at least one head, of zeros if need be: engines read the width of heads from it.
+    """
+    places = [HeadSlots(len(each.kept_kv), max(each.group_sizes, default=0)) for each in heads]
+    return tuple(HeadSlots(1, 1) if at == 0 and not each.kv_heads else each for at, each in enumerate(places))
+
+
 @dataclass(frozen=True)
 class HeldSize:
     """What a form of a model holds; ``kv_bytes`` is the KV cache of a token in 16 bits."""
@@ -193,11 +201,8 @@ class ServableModel:
         return torch.zeros(*shape, dtype=self.model.dtype)
 
     def own_slots(self) -> tuple[HeadSlots, ...]:
-        """Return the smallest places that hold each layer, with groups as wide as the layer's widest. The first layer
-        has at least one head, of zeros if need be: engines read the width of heads from it.
-        """
-        places = [HeadSlots(len(each.kept_kv), max(each.group_sizes, default=0)) for each in self.heads]
-        return tuple(HeadSlots(1, 1) if at == 0 and not each.kv_heads else each for at, each in enumerate(places))
+        """Return `own_slots` of the model's heads."""
+        return own_slots(self.heads)
 
     def sizes(self, name: str, places: Sequence[HeadSlots], parameters: int) -> list[HeldSize]:
         """Return what the original, this model and its form with some places and ``parameters`` hold."""

@@ -194,6 +194,7 @@ STATES = {
         "gguf demo --out x",
         "layer-types demo --plan p --out x",
         "layer-types --plan p --out x",
+        "vllm demo --plan p --out x",
         "tensorrt-llm --plan p --out x",
         "parquet --out x",
     ],
