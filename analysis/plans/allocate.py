@@ -58,6 +58,8 @@ def allocate(
     recent: int = DEFAULT_RECENT,
     windows: Mapping[KVHead, tuple[int, int]] | None = None,
     removable: Mapping[KVHead, str] | None = None,
+    block: int | None = None,
+    chunk: int | None = None,
     validation: Mapping[str, Any] | None = None,
     notes: Sequence[str] = (),
 ) -> HeadPlan:
@@ -71,6 +73,8 @@ def allocate(
         windows: Other widths (sink, recent) by (layer, KV head), for heads that get a window; None uses one width.
         removable: Verdict by (layer, KV head) whose query heads were all shown removable; these heads are dropped, and
             the budget distributes windows among the others. None drops no head.
+        block: Tokens of a block of the engine that serves the plan, as in `HeadPlan`; None keeps single tokens.
+        chunk: Tokens of a prompt that the engine reads at a time, as in `HeadPlan`; None lets each see its window.
         validation: Benchmark result of this plan, which JSON can hold; None if not validated.
         notes: More notes for the plan.
 
@@ -104,7 +108,7 @@ def allocate(
             )
     order = [place for place in scores.order if place not in dropped]
     widths = {place: (windows or {}).get(place, (sink, recent)) for place in order}
-    steps = WindowSteps(model, order, widths, dropped, scores.granularity)
+    steps = WindowSteps(model, order, widths, dropped, scores.granularity, block)
     count = budget.window_count(steps)
     heads = _planned_heads(scores, set(order[:count]), widths, dropped)
     more = () if count or dropped else ("no head gets a window: the full cache fits the budget",)
@@ -117,18 +121,22 @@ def allocate(
         score=scores.score,
         heads=heads,
         query_heads=scores.query_heads,
-        budget=savings(model, heads, budget),
+        budget=savings(model, heads, budget, block),
         validation=validation,
         notes=(*more, *notes, *scores.notes),
+        block=block,
+        chunk=chunk,
     )
 
 
-def savings(model: PlannedModel, heads: Sequence[PlannedHead], request: BudgetRequest) -> Budget:
+def savings(
+    model: PlannedModel, heads: Sequence[PlannedHead], request: BudgetRequest, block: int | None = None
+) -> Budget:
     """Return the savings of planned heads at `budget_lengths`, and at the lengths of the request."""
 
     def at(tokens: int) -> LengthBudget:
-        whole = sum(layer.cache_bytes(tokens) for layer in model.layers)
-        planned = sum(layer_bytes(model, heads, tokens).values())
+        whole = model.cache_bytes(tokens, block)
+        planned = sum(layer_bytes(model, heads, tokens, block).values())
         return LengthBudget(tokens, whole, planned, whole - planned, (whole - planned) / whole)
 
     windows, dropped = (sum(head.action == action for head in heads) for action in ("window", "drop"))
@@ -269,6 +277,8 @@ def make_plan(
     seed: int = 0,
     granularity: Granularity = "kv_head",
     removable: Mapping[tuple[int, int], str] | None = None,
+    block: int | None = None,
+    chunk: int | None = None,
     validation: Mapping[str, Any] | None = None,
 ) -> HeadPlan:
     """Make a plan from a run in a store.
@@ -287,6 +297,8 @@ def make_plan(
         granularity: ``layer`` gives windows to whole layers, by the largest keep-score of their KV heads; method
             ``random`` draws one number for each layer.
         removable: KV heads to drop, with the verdict; see `allocate`. None drops no head.
+        block: Tokens of a block of the serving engine, as in `HeadPlan`; None keeps single tokens.
+        chunk: Tokens of a prompt that the engine reads at a time, as in `HeadPlan`; None lets each see its window.
         validation: Benchmark result of this plan, which JSON can hold; None if not validated.
 
     Raises:
@@ -314,5 +326,7 @@ def make_plan(
         sink=DEFAULT_SINK if sink is None else sink,
         recent=DEFAULT_RECENT if recent is None else recent,
         removable=removable,
+        block=block,
+        chunk=chunk,
         validation=validation,
     )

@@ -25,6 +25,7 @@ from headscan.analysis.plans.plan_records import (
     PlannedModel,
     PlanRecord,
     PlanSource,
+    Positive,
     QueryHead,
     Rows,
     plan_error,
@@ -36,6 +37,9 @@ FORMAT = "headscan-head-plan"
 
 #: Increase with every change of the fields; the reader refuses other versions.
 VERSION = 4
+
+#: Fields that only plans for serving engines have, so that other plans keep their text.
+_OF_ENGINES = ("block", "chunk")
 
 #: Most levels of nested values in `validation`.
 _MOST_LEVELS = 32
@@ -69,6 +73,11 @@ class HeadPlan(PlanRecord):
         query_heads: Their numbers, in order of layer and query head.
         validation: Benchmark result of this plan (task, mode, before and after, controls); None if not validated.
         notes: Limitations of the evidence.
+        block: Tokens of a block of the KV cache of the engine that serves the plan. First and last tokens are kept in
+            whole blocks: the blocks of the first ``sink`` tokens, and those from the one on that holds the first of
+            the last ``recent`` tokens. None keeps single tokens.
+        chunk: Tokens of a prompt that the engine reads at a time. The tokens of a chunk see the whole chunk until
+            themselves, and before it what the window of its first token shows. None lets each token see its window.
     """
 
     model: PlannedModel
@@ -82,6 +91,8 @@ class HeadPlan(PlanRecord):
     budget: Budget
     validation: Annotated[Mapping[str, Any] | None, AfterValidator(_check_plain)]
     notes: Rows[str]
+    block: Positive | None = None
+    chunk: Positive | None = None
 
     def __post_init__(self) -> None:
         self._check_count()
@@ -164,6 +175,8 @@ class HeadPlan(PlanRecord):
             lines[0] = f"{windowed} of {len(self.model.layers)} layers with attention: {lines[0]}"
         if budget.dropped_heads:
             lines[0] = lines[0].replace("; the others", f", {budget.dropped_heads} keep none; the others")
+        if self.block is not None or self.chunk is not None:
+            lines.append(f"for an engine with {self.engine_text()}")
         lines += [
             f"at {length.tokens:,} tokens: {length.kv_bytes / 2**20:,.1f} MiB of KV cache become"
             f" {length.planned_bytes / 2**20:,.1f} MiB ({length.saved_share:.1%} saved)"
@@ -183,10 +196,17 @@ class HeadPlan(PlanRecord):
 
         return f"{span(sinks)} first and {span(recents)} last tokens"
 
+    def engine_text(self) -> str:
+        """Return blocks and chunks of the serving engine in words."""
+        parts = (("blocks", self.block), ("prompts in chunks", self.chunk))
+        return " and ".join(f"{what} of {tokens} tokens" for what, tokens in parts if tokens is not None)
+
     def to_json(self) -> str:
         """Return the text of ``head_plan.json``, with one line per head and per other field."""
         lines = []
         for key, value in {"format": FORMAT, "version": VERSION, **to_jsonable_python(self)}.items():
+            if key in _OF_ENGINES and value is None:
+                continue
             if key in ("heads", "query_heads"):
                 rows = ",\n".join("  " + json.dumps(row, allow_nan=False) for row in value)
                 lines.append(f"{json.dumps(key)}: [\n{rows}\n]")
@@ -214,15 +234,19 @@ def _contradiction(head: PlannedHead, *, full: bool) -> str | None:
     return None
 
 
-def layer_bytes(model: PlannedModel, heads: Sequence[PlannedHead], tokens: int) -> dict[int, int]:
-    """Return the bytes of one sequence's cache after ``tokens`` tokens by layer, if ``heads`` decide."""
+def layer_bytes(
+    model: PlannedModel, heads: Sequence[PlannedHead], tokens: int, block: int | None = None
+) -> dict[int, int]:
+    """Return the bytes of one sequence's cache after ``tokens`` tokens by layer, if ``heads`` decide, in whole blocks
+    of ``block`` tokens; None counts tokens.
+    """
     kept: dict[int, int] = {}
     for head in heads:
-        kept[head.layer] = kept.get(head.layer, 0) + head.kept_tokens(tokens)
+        kept[head.layer] = kept.get(head.layer, 0) + head.kept_tokens(tokens, block)
     return {
         layer.layer: kept.get(layer.layer, 0) * layer.kv_bytes
         if layer.type == "full" and layer.kv_bytes is not None
-        else layer.cache_bytes(tokens)
+        else layer.cache_bytes(tokens, block)
         for layer in model.layers
     }
 
@@ -231,14 +255,14 @@ def planned_bytes(plan: HeadPlan, tokens: int) -> int:
     """Return the bytes of one sequence's KV cache after ``tokens`` tokens with a plan; exact.
 
     Full heads keep all tokens, window heads ``min(tokens, sink + recent)``, dropped heads none, sliding layers at most
-    their own bound. `planned_layer_bytes` gives the same by layer.
+    their own bound. A plan with blocks counts whole ones. `planned_layer_bytes` gives the same by layer.
     """
     return sum(planned_layer_bytes(plan, tokens).values())
 
 
 def planned_layer_bytes(plan: HeadPlan, tokens: int) -> dict[int, int]:
     """Return the bytes of `planned_bytes` by layer."""
-    return layer_bytes(plan.model, plan.heads, tokens)
+    return layer_bytes(plan.model, plan.heads, tokens, plan.block)
 
 
 def check_model(
@@ -309,7 +333,8 @@ def load_plan(path: str | Path) -> HeadPlan:
             " Make the plan again with `headscan plan`"
         )
     try:
-        return TypeAdapter(HeadPlan).validate_python({k: v for k, v in data.items() if k not in ("format", "version")})
+        fields = {k: v for k, v in data.items() if k not in ("format", "version")}
+        return TypeAdapter(HeadPlan).validate_python(dict.fromkeys(_OF_ENGINES) | fields)
     except ValidationError as error:
         raise plan_error(error, f"{path}: plan", _AGAIN) from error
     except PlanError as error:
@@ -334,5 +359,5 @@ def plan_schema() -> dict[str, Any]:
     """
     schema = TypeAdapter(HeadPlan).json_schema(mode="serialization")
     schema["properties"] = {"format": {"const": FORMAT}, "version": {"const": VERSION}} | schema["properties"]
-    schema["required"] = ["format", "version", *schema["required"]]
+    schema["required"] = ["format", "version", *(name for name in schema["required"] if name not in _OF_ENGINES)]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "headscan head plan"}

@@ -119,6 +119,21 @@ def shown(value: Any) -> str:
     return repr(value[:40] if isinstance(value, str) else value)
 
 
+def whole_blocks(tokens: int, block: int | None) -> int:
+    """Return tokens rounded up to whole blocks; None counts tokens."""
+    return tokens if block is None else -(-tokens // block) * block
+
+
+def kept_by_window(tokens: int, sink: int, recent: int, block: int | None = None) -> int:
+    """Return the tokens that a window keeps after ``tokens`` tokens: the blocks of its first tokens, and those from the
+    one on that holds the first of the last ``recent`` tokens.
+    """
+    size = block or 1
+    start = max(0, tokens - recent) // size * size
+    end = whole_blocks(tokens, block)
+    return min(end, whole_blocks(sink, block) + end - start)
+
+
 @dataclass(frozen=True, config=CHECKED)
 class PlannedLayer(PlanRecord):
     """The self-attention of one layer.
@@ -147,9 +162,12 @@ class PlannedLayer(PlanRecord):
     kv_bytes: Count | None
     kv_shared_from: Count | None
 
-    def cache_bytes(self, tokens: int) -> int:
-        """Return the bytes of the layer's cache after ``tokens`` tokens of one sequence."""
-        return self.cache_bytes_per_token * (tokens if self.cache_tokens is None else min(tokens, self.cache_tokens))
+    def cache_bytes(self, tokens: int, block: int | None = None) -> int:
+        """Return the bytes of the layer's cache after ``tokens`` tokens of one sequence, in whole blocks of ``block``
+        tokens; None counts tokens.
+        """
+        kept = tokens if self.cache_tokens is None else min(tokens, self.cache_tokens)
+        return self.cache_bytes_per_token * whole_blocks(kept, block)
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -179,6 +197,10 @@ class PlannedModel(PlanRecord):
                     f" below {self.num_layers}). Make the plan again"
                 )
             after = layer.layer
+
+    def cache_bytes(self, tokens: int, block: int | None = None) -> int:
+        """Return the bytes of all layers; see `PlannedLayer.cache_bytes`."""
+        return sum(layer.cache_bytes(tokens, block) for layer in self.layers)
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -264,11 +286,13 @@ class PlannedHead(PlanRecord):
     recent: Positive | None
     evidence: Evidence
 
-    def kept_tokens(self, tokens: int) -> int:
-        """Return the number of tokens that the head keeps after ``tokens`` tokens."""
+    def kept_tokens(self, tokens: int, block: int | None = None) -> int:
+        """Return the number of tokens that the head keeps after ``tokens`` tokens, in whole blocks of ``block``; None
+        counts tokens.
+        """
         if self.action == "window":
-            return min(tokens, (self.sink or 0) + (self.recent or 0))
-        return tokens if self.action == "full" else 0
+            return kept_by_window(tokens, self.sink or 0, self.recent or 0, block)
+        return whole_blocks(tokens, block) if self.action == "full" else 0
 
 
 @dataclass(frozen=True, config=CHECKED)

@@ -5,8 +5,9 @@ Shapes: K KV heads.
 
 from __future__ import annotations
 
+import reprlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral
@@ -107,7 +108,10 @@ class KeptKeys:
 
     @classmethod
     def of_plan(cls, plan: KvHeadPlan) -> KeptKeys:
-        """Return the windows of a plan; raise PlanMismatchError if an action is unknown or a width is missing."""
+        """Return the windows of a plan; raise PlanMismatchError if it is none, an action is unknown or a width is
+        missing.
+        """
+        check_is_plan(plan)
         kept = []
         for head in plan.heads:
             if head.action == "full":
@@ -170,6 +174,29 @@ class KeptKeys:
     def within(self, first: int, last: int) -> KeptKeys:
         """Return the windows of the layers ``first`` to ``last - 1``."""
         return KeptKeys(tuple(each for each in self.windows if first <= each[0] < last))
+
+
+#: Fields of a plan's entries that caches read.
+_ENTRY = ("layer", "kv_head", "action", "sink", "recent")
+
+
+def check_is_plan(plan: object) -> None:
+    """Raise PlanMismatchError if an object has no entries of KV heads, such as the path of a plan or the dict of its
+    file.
+    """
+    heads = getattr(plan, "heads", None)
+    if not isinstance(heads, Iterable) or isinstance(heads, str | bytes) or isinstance(plan, Mapping):
+        raise PlanMismatchError(
+            f"`plan={reprlib.repr(plan)}` is a {type(plan).__name__}, no plan. Read its file with"
+            " headscan.load_plan(path)"
+        )
+    for at, head in enumerate(heads):
+        missing = [name for name in _ENTRY if not hasattr(head, name)]
+        if missing:
+            raise PlanMismatchError(
+                f"entry {at} of the plan is a {type(head).__name__} without {', '.join(missing)}. Pass entries such as"
+                " those of headscan.load_plan(path)"
+            )
 
 
 def checked_window(sink: int, recent: int) -> Window:

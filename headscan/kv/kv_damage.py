@@ -29,6 +29,7 @@ from headscan.gradients.losses import NextTokenLoss
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.kv.kept_keys import HeadGroup, Window, checked_window
 from headscan.kv.kv_windows import windowed
+from headscan.kv.padded_masks import MaskReader
 from headscan.kv.window_keys import windowed_output
 from headscan.layers.blocks import find_blocks
 from headscan.measure.collect import TokenIds, check_ids
@@ -111,6 +112,7 @@ def gate_gradients(
 @contextmanager
 def gated_attention(lm: LoadedModel, gates: Mapping[int, Tensor], window: Window) -> Iterator[None]:
     """Let KV heads of layers with gates (B, K) output ``gate * full + (1 - gate) * window``, differentiable."""
+    masks = MaskReader()
 
     def on_attention(site: AttentionSite, call: AttentionCall) -> Tensor:
         if not isinstance(call, ScoredCall):
@@ -123,7 +125,7 @@ def gated_attention(lm: LoadedModel, gates: Mapping[int, Tensor], window: Window
         full = _output(call)
         if site.layer not in gates:
             return full
-        near = _near(call, window)
+        near = _near(call, window, masks)
         # Some models show the keys once for every query head.
         gate_BH11 = gates[site.layer][:, list(site.kv_head_of), None, None].to(full.device)
         return (near + gate_BH11 * (full - near)).to(full.dtype)
@@ -132,11 +134,11 @@ def gated_attention(lm: LoadedModel, gates: Mapping[int, Tensor], window: Window
         yield
 
 
-def _near(call: ScoredCall, window: Window) -> Tensor:
+def _near(call: ScoredCall, window: Window, masks: MaskReader) -> Tensor:
     """Return the windowed output (B, H, N, Dv), differentiable."""
     if _plain(call):
         return _output(call, window)
-    return windowed(call, (HeadGroup(tuple(range(call.num_key_value_heads)), window),))
+    return windowed(call, (HeadGroup(tuple(range(call.num_key_value_heads)), window),), masks)
 
 
 def _plain(call: ScoredCall) -> bool:

@@ -94,7 +94,7 @@ def _kv_shares(plan: HeadPlan) -> tuple[tuple[int, float], ...]:
     because arms of one name must have the same details.
     """
     return tuple(
-        (tokens, planned_bytes(plan, tokens) / sum(layer.cache_bytes(tokens) for layer in plan.model.layers))
+        (tokens, planned_bytes(plan, tokens) / plan.model.cache_bytes(tokens, plan.block))
         for tokens in budget_lengths(plan.model.max_tokens)
     )
 
