@@ -446,6 +446,21 @@ RANKED_CRITERIA: tuple[str, ...] = tuple(name for name, declared in CRITERIA.ite
 ReplacementKind = Literal["zero", "mean", "resample"]
 
 
+def whole_blocks(tokens: int, block: int | None) -> int:
+    """Return tokens rounded up to whole blocks; None counts tokens."""
+    return tokens if block is None else -(-tokens // block) * block
+
+
+def kept_by_window(tokens: int, sink: int, recent: int, block: int | None = None) -> int:
+    """Return the tokens that a window keeps after ``tokens`` tokens: the blocks of its first tokens, and those from the
+    one on that holds the first of the last ``recent`` tokens.
+    """
+    size = block or 1
+    start = max(0, tokens - recent) // size * size
+    end = whole_blocks(tokens, block)
+    return min(end, whole_blocks(sink, block) + end - start)
+
+
 def head_count(share: float, total: int) -> int:
     """Return the number of heads of a share (0 to 1) of ``total`` heads: the nearest one, halves up, and at least 1."""
     return max(1, floor(share * total + 0.5))

@@ -19,10 +19,8 @@ from headscan.analysis.plans.plan_records import (
     Positive,
     Share,
     SomeRows,
-    kept_by_window,
-    whole_blocks,
 )
-from headscan.catalog import head_count
+from headscan.catalog import head_count, kept_by_window, whole_blocks
 
 #: Sequence lengths at which a plan reports saved KV bytes: 4k, 32k and 128k.
 BUDGET_LENGTHS = (4096, 32768, 131072)

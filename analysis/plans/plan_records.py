@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from headscan.analysis.errors import AnalysisError
-from headscan.catalog import RECALL_FAMILIES
+from headscan.catalog import RECALL_FAMILIES, kept_by_window, whole_blocks
 
 #: What the KV cache of a layer holds. ``full``: a key and a value of every token for each KV head. ``sliding``: the
 #: same of the last tokens alone, by a window or in chunks. ``latent``: one vector a token for all heads (MLA).
@@ -117,21 +117,6 @@ def shown(value: Any) -> str:
     if isinstance(value, list | tuple | dict):
         return f"a {type(value).__name__} of {len(value)}"
     return repr(value[:40] if isinstance(value, str) else value)
-
-
-def whole_blocks(tokens: int, block: int | None) -> int:
-    """Return tokens rounded up to whole blocks; None counts tokens."""
-    return tokens if block is None else -(-tokens // block) * block
-
-
-def kept_by_window(tokens: int, sink: int, recent: int, block: int | None = None) -> int:
-    """Return the tokens that a window keeps after ``tokens`` tokens: the blocks of its first tokens, and those from the
-    one on that holds the first of the last ``recent`` tokens.
-    """
-    size = block or 1
-    start = max(0, tokens - recent) // size * size
-    end = whole_blocks(tokens, block)
-    return min(end, whole_blocks(sink, block) + end - start)
 
 
 @dataclass(frozen=True, config=CHECKED)

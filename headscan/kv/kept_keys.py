@@ -8,11 +8,12 @@ from __future__ import annotations
 import reprlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 from numbers import Integral
 from typing import Protocol
 
+from headscan.catalog import whole_blocks
 from headscan.errors import PlanMismatchError
 from headscan.grid import HeadGrid
 
@@ -33,7 +34,9 @@ class PlannedKvHead(Protocol):
 
 
 class KvHeadPlan(Protocol):
-    """A plan with an entry for every KV head, such as ``headscan.analysis.plans.HeadPlan``."""
+    """A plan with an entry for every KV head, such as ``headscan.analysis.plans.HeadPlan``. It may have ``block`` and
+    ``chunk``, the sizes of a serving engine as in `Window`; None means 1.
+    """
 
     @property
     def heads(self) -> Iterable[PlannedKvHead]: ...
@@ -49,13 +52,19 @@ class Window:
 
     ``DROPPED`` keeps none: the query heads that read the KV head output zero.
 
+    A serving engine computes tokens in steps, of ``chunk`` tokens in a prompt and of one token after it. Every token of
+    a step sees the step's tokens until itself, and what the window of the step's first token shows, in whole blocks of
+    ``block`` tokens. With 1 and 1 each token sees its own window.
+
     Raises:
-        PlanMismatchError: ``sink`` or ``recent`` is no whole number, negative or too large, or ``recent`` is 0 and
-            ``sink`` is not.
+        PlanMismatchError: A number is no whole number, negative or too large, ``recent`` is 0 and ``sink`` is not, or
+            ``block`` or ``chunk`` is 0.
     """
 
     sink: int
     recent: int
+    block: int = 1
+    chunk: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.sink, Integral) or not isinstance(self.recent, Integral):
@@ -66,6 +75,9 @@ class Window:
             raise PlanMismatchError(
                 f"window of a KV head: sink {self.sink}, recent {self.recent} (limit sink 0, recent 1). Widen it"
             )
+        for name, size in (("block", self.block), ("chunk", self.chunk)):
+            if not isinstance(size, Integral) or isinstance(size, bool) or not 1 <= size <= _MOST_TOKENS:
+                raise PlanMismatchError(f"`{name}={size!r}` of a plan (limit a whole number from 1 on). Change it")
         if self.width > _MOST_TOKENS:
             raise PlanMismatchError(
                 f"window of a KV head: sink {self.sink}, recent {self.recent} (limit {_MOST_TOKENS} together). Narrow"
@@ -73,9 +85,24 @@ class Window:
             )
 
     @property
+    def first(self) -> int:
+        """Number of first keys, in whole blocks."""
+        return whole_blocks(self.sink, self.block)
+
+    @property
+    def last(self) -> int:
+        """Largest number of last keys that a single token sees, in whole blocks."""
+        return whole_blocks(self.recent - 1, self.block) + self.block if self.recent else 0
+
+    @property
     def width(self) -> int:
         """Largest number of keys in the window."""
-        return self.sink + self.recent
+        return self.first + self.last
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """The window as stored numbers name it; blocks and chunks of one token are left out."""
+        return (self.sink, self.recent) if (self.block, self.chunk) == (1, 1) else astuple(self)
 
 
 DROPPED = Window(0, 0)
@@ -107,11 +134,13 @@ class KeptKeys:
         return cls(ordered)
 
     @classmethod
-    def of_plan(cls, plan: KvHeadPlan) -> KeptKeys:
+    def of_plan(cls, plan: KvHeadPlan, *, decoded: bool = False) -> KeptKeys:
         """Return the windows of a plan; raise PlanMismatchError if it is none, an action is unknown or a width is
-        missing.
+        missing. With ``decoded`` every token is a step of its own, without the plan's chunks.
         """
         check_is_plan(plan)
+        block, chunk = (1 if size is None else size for size in engine_sizes(plan))
+        chunk = 1 if decoded else chunk
         kept = []
         for head in plan.heads:
             if head.action == "full":
@@ -119,7 +148,7 @@ class KeptKeys:
             if head.action == "drop":
                 kept.append((head.layer, head.kv_head, DROPPED))
             elif head.action == "window" and head.sink is not None and head.recent:
-                kept.append((head.layer, head.kv_head, Window(head.sink, head.recent)))
+                kept.append((head.layer, head.kv_head, Window(head.sink, head.recent, block, chunk)))
             else:
                 raise PlanMismatchError(
                     f"plan entry of layer {head.layer}, KV head {head.kv_head}: {head.action}, sink {head.sink}, recent"
@@ -176,6 +205,11 @@ class KeptKeys:
         return KeptKeys(tuple(each for each in self.windows if first <= each[0] < last))
 
 
+def engine_sizes(plan: object) -> tuple[int | None, int | None]:
+    """Return tokens of a block and of a chunk of the engine that serves a plan; None if the plan states none."""
+    return getattr(plan, "block", None), getattr(plan, "chunk", None)
+
+
 #: Fields of a plan's entries that caches read.
 _ENTRY = ("layer", "kv_head", "action", "sink", "recent")
 
@@ -199,7 +233,7 @@ def check_is_plan(plan: object) -> None:
             )
 
 
-def checked_window(sink: int, recent: int) -> Window:
+def checked_window(sink: int, recent: int, block: int = 1) -> Window:
     if recent < 1 or sink < 0:
         raise PlanMismatchError(f"window of `sink={sink}`, `recent={recent}` (limit sink 0, recent 1). Widen it")
-    return Window(sink, recent)
+    return Window(sink, recent, block)

@@ -157,7 +157,7 @@ def _output(call: ScoredCall, window: Window | None = None) -> Tensor:
     if call.window is not None and window is None:
         window = Window(0, call.window)
     if window is not None:
-        out = windowed_output(call.query_BHND, call.key_BKSD, value, window.sink, window.recent, call.scale)
+        out = windowed_output(call.query_BHND, call.key_BKSD, value, window, call.scale)
     else:
         out = _causal(replace(call, value_BKSD=value))
     return out[..., :Dv]
@@ -206,6 +206,7 @@ def kv_damages_by_sequence(
     gates: Sequence[float] = (0.5,),
     scored: Sequence[int] | None = None,
     heads: Sequence[KvHead] | None = None,
+    block: int = 1,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Tensor:
     """Estimate, for all KV heads at once, the loss increase if one KV head keeps only a window: float32 (B, L, K) in
@@ -224,9 +225,10 @@ def kv_damages_by_sequence(
         scored: Number of scored tokens of each sequence, its last ones; None scores all but the first.
         heads: KV heads to return; None returns all that can keep a window. All of them have gates either way, so the
             choice changes no number.
+        block: Tokens of a block of the KV cache, in which a serving engine keeps windows; see `Window`.
         batch_tokens: Tokens of one pass, padding included.
     """
-    window = checked_window(sink, recent)
+    window = checked_window(sink, recent, block)
     if not gates or not all(0 <= gate <= 1 for gate in gates):
         raise PlanMismatchError(f"`gates={tuple(gates)}` (limit 0 to 1, at least one). Change them")
     candidates = window_candidates(lm)

@@ -148,9 +148,9 @@ def _windowed(call: ScoredCall, group: HeadGroup, real_BS: Tensor | None) -> Ten
     plain = call.mask is None and call.bias is None and call.softcap is None and call.sinks_BHN is None
     if plain:
         tensors = (call.query_BHND, call.key_BKSD, call.value_BKSD)
-        return windowed_output(*tensors, window.sink, window.recent, call.scale)
+        return windowed_output(*tensors, window, call.scale)
     queries, keys = call.geometry.queries, call.geometry.keys
-    seen = seen_by_window(queries, keys, window.sink, window.recent, call.device, real_BS)[:, None]
+    seen = seen_by_window(queries, keys, window, call.device, real_BS)[:, None]
     mask, bias = call.mask, call.bias
     if mask is not None and mask.dtype != torch.bool:
         # An additive mask may hold more than visibility, such as ALiBi.

@@ -25,7 +25,7 @@ from transformers.cache_utils import (
 
 from headscan.attention.cache_attention import register
 from headscan.errors import PlanMismatchError
-from headscan.kv.kept_keys import KeptKeys, KvHeadPlan
+from headscan.kv.kept_keys import KeptKeys, KvHeadPlan, engine_sizes
 from headscan.kv.padded_masks import MaskReader
 from headscan.kv.plan_layer import PlanLayer, PlanMixedLayer, Prefill
 
@@ -34,9 +34,9 @@ class PlanCache(Cache):
     """A cache of transformers whose KV heads keep the tokens of a plan.
 
     It works in greedy decoding, sampling, beam search and assisted decoding, and with a prompt read in chunks
-    (``prefill_chunk_size`` of ``generate``), which bounds the peak memory too. Padding may be anywhere in a row; several
-    documents in one row are refused. Passes may take gradients, or run in inference mode or autocast, in any order. The
-    model must
+    (``prefill_chunk_size`` of ``generate``), which bounds the peak memory too. Padding may be anywhere in a row;
+    several documents in one row are refused. Passes may take gradients, or run in inference mode or autocast, in any
+    order. The model must
     compute attention with ``sdpa``. If that is not its default (soft caps, learned sinks), call
     ``model.set_attn_implementation("headscan-cache")`` after making a cache. ``crop`` fails if freed tokens would be
     needed again. A cache of assisted decoding records the tokens of every pass, so that ``crop`` can remove them, until
@@ -50,7 +50,9 @@ class PlanCache(Cache):
             cache; None assumes that all have.
         prefill: ``window``: each prompt token sees its window, so the result does not depend on chunks. ``full``: the
             first pass sees all keys, and the cache shrinks after it (as kvpress does); it fits chunks only if the
-            first one holds the prompt, and no assisted decoding.
+            first one holds the prompt, and no assisted decoding. A plan with ``chunk``, made for a serving engine, has
+            other rules: every pass (``window``), or the first one alone (``full``), is read in chunks of so many
+            tokens, each of which sees itself and the window of its first token.
         max_tokens: Tokens for which full heads get memory at once; None lets it grow in steps.
 
     Raises:
@@ -71,7 +73,7 @@ class PlanCache(Cache):
     ) -> None:
         _check_options(config, prefill, max_tokens)
         kept = KeptKeys.of_plan(plan)
-        kv_heads = _counts(plan)
+        kv_heads, sizes = _counts(plan), engine_sizes(plan)
         layers: list[Any]
         if config is None:
             missing = next((at for at, layer in enumerate(sorted(kv_heads)) if layer != at), None)
@@ -96,7 +98,7 @@ class PlanCache(Cache):
                 raise PlanMismatchError(
                     f"layer {layer} of the plan does not exist (limit {len(layers) - 1}). Make a plan for this model"
                 )
-            arguments = (f"layer {layer}", kept.groups(layer, count), prefill, max_tokens, masks)
+            arguments = (f"layer {layer}", kept.groups(layer, count), prefill, max_tokens, masks, *sizes)
             if type(layers[layer]) is DynamicLayer:
                 layers[layer] = PlanLayer(*arguments)
             elif isinstance(mixed := layers[layer], LinearAttentionAndFullAttentionLayer):

@@ -120,23 +120,25 @@ class PlanStep:
         if isinstance(held, FullKeys):
             causal = seen_BNS is None
             return grouped_attention(query_BKGND, held.keys, held.values, scale, seen_BNS, causal=causal, terms=terms)
-        first = self.tokens == self.queries
-        if first and self._layer.prefill == "full" and held.pending:
+        first, whole = self.tokens == self.queries, self._layer.prefill == "full"
+        if first and whole and held.pending and self._layer.chunk is None:
             out = held.attend_all(query_BKGND, scale, seen_BNS, terms)
         else:
-            out = held.attend(query_BKGND, scale, terms, seen_BNS)
+            out = held.attend(query_BKGND, scale, terms, seen_BNS, chunks=first or not whole)
         if not self._layer.record_past:
             held.commit()
         return out
 
 
-#: What queries of the first pass see: their window, as in later passes, or all keys, which leave the cache after it.
+#: What queries of the first pass see: their window, as in later passes, or all keys, which leave the cache after it. In
+#: plans with chunks: every pass is read in chunks, or the first one is, and the tokens of later ones one by one.
 Prefill = Literal["window", "full"]
 
 
 class PlanLayer(CacheLayerMixin):
     """Keys and values of one layer, in groups of KV heads that keep the same tokens; the mask reader is that of the
-    cache. Full heads get memory for ``max_tokens`` at once; None lets it grow.
+    cache. Full heads get memory for ``max_tokens`` at once; None lets it grow. Bytes count whole blocks of ``block``
+    tokens. ``chunk`` is that of the plan.
     """
 
     is_croppable = True
@@ -144,13 +146,20 @@ class PlanLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(
-        self, name: str, groups: tuple[HeadGroup, ...], prefill: Prefill, max_tokens: int | None, masks: MaskReader
+        self,
+        name: str,
+        groups: tuple[HeadGroup, ...],
+        prefill: Prefill,
+        max_tokens: int | None,
+        masks: MaskReader,
+        block: int | None = None,
+        chunk: int | None = None,
     ) -> None:
         super().__init__()
         self.name, self.groups, self.prefill, self.masks = name, groups, prefill, masks
         self.tokens = 0
         self.record_past = False
-        self._max_tokens = max_tokens
+        self._max_tokens, self._block, self.chunk = max_tokens, block or 1, chunk
         # Heads that keep the same tokens become neighbours, so that slices select them; None if they are already.
         order = [kv_head for group in groups for kv_head in group.kv_heads]
         self.kv_heads = len(order)
@@ -319,7 +328,7 @@ class PlanLayer(CacheLayerMixin):
     def _empty(self) -> None:
         def held(group: HeadGroup) -> FullKeys | WindowKeys | None:
             if group.window is None:
-                return FullKeys(self._max_tokens)
+                return FullKeys(self._max_tokens, self._block)
             return None if group.window == DROPPED else WindowKeys(group.window)
 
         #: By group: its KV heads in the order of the groups, and what it keeps.

@@ -4,10 +4,10 @@ A query at position ``p`` sees the ``sink`` first keys of its text, and the keys
 ``p`` (streaming heads of arXiv 2309.17453 and 2410.10819). Time and memory are linear in the length, and the result is
 differentiable.
 
-A token's index in its own text, without padding, decides its slot: slot ``r`` for the first ``sink``
-tokens, then ``sink + (r - sink) % recent``. So a new token replaces the one that leaves the window, and nothing
-moves. The slots are allocated as the text grows, so a window that is wider than the text costs no more than a full
-head.
+A token's index in its own text, without padding, decides its slot: slot ``r`` for the first ``sink`` tokens, then
+``sink + (r - sink) % recent``, both in whole blocks if the window has them. So a new token replaces the one that leaves
+the window, and nothing moves. The slots are allocated as the text grows, so a window that is wider than the text costs
+no more than a full head.
 
 Shapes: B sequences, N queries or new tokens, S tokens so far or sink keys, T other keys, W slots (sink + recent at
 most), K KV heads, G query heads per KV head, D and Dv widths of a key and of a value.
@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from headscan.attention.cache_attention import PLAIN, ScoreTerms, scored_output
 from headscan.attention.fused import differentiated
+from headscan.catalog import kept_by_window, whole_blocks
 from headscan.kv.decode_attention import flash_output, one_query_attention
 from headscan.kv.kept_keys import Window
 
@@ -41,6 +42,7 @@ class RowsOfTail(NamedTuple):
     Attributes:
         key_BT: Index of each key of the tail in its own text; negative for padding.
         query_BN: Index of the last token of the text until each query; negative before the text.
+        first_step_B1: Index of the token with which chunks begin.
         sink_at_BS: Position of each sink key.
         tail_at_BT: Position of each key of the tail.
         gaps: Largest number of padding tokens within a text.
@@ -48,6 +50,7 @@ class RowsOfTail(NamedTuple):
 
     key_BT: Tensor
     query_BN: Tensor
+    first_step_B1: Tensor
     sink_at_BS: Tensor
     tail_at_BT: Tensor
     gaps: int
@@ -57,10 +60,11 @@ def window_attention(
     query_BKGND: Tensor,
     sink_keys: tuple[Tensor, Tensor],
     tail_keys: tuple[Tensor, Tensor],
-    recent: int,
+    window: Window,
     scale: float,
     *,
     tail_start: int = 0,
+    first_step: int = 0,
     rows: RowsOfTail | None = None,
     terms: ScoreTerms = PLAIN,
 ) -> Tensor:
@@ -69,9 +73,10 @@ def window_attention(
     Args:
         sink_keys: Keys (B, K, S, D) and values (B, K, S, Dv) of the first tokens of each text.
         tail_keys: Keys (B, K, T, D) and values of the last T tokens, the queries' own at the end; at least the last
-            ``recent - 1 + N`` tokens of each text, or all. Keys of the sink among them are left out.
-        recent: Number of last keys that a query sees, its own included.
+            ``window.last - 1 + N`` tokens of each text, or all. Keys of the sink among them are left out.
+        window: What a query sees.
         tail_start: Position of the first key of ``tail_keys``.
+        first_step: Position of the token with which chunks begin; ``rows`` has its own.
         rows: Places of the keys in batches with padding; None if every token is text. Outputs of padding are finite
             and have no meaning, but a token that is followed and preceded by no text of its row sees itself.
         terms: Changes of the scores; its bias covers the keys of all tokens.
@@ -82,16 +87,18 @@ def window_attention(
     outs = []
     for start in range(0, N, block):
         stop = min(start + block, N)
-        # Indices into the tail: the first key that the block's first query sees, and the last query's own.
-        first, last = max(0, T - N + start - recent + 1 - (rows.gaps if rows else 0)), T - N + stop
+        # Indices into the tail: the first key that the block's first query may see, and the last query's own.
+        before = window.recent - 1 + window.block - 1 + min(window.chunk - 1, T) + (rows.gaps if rows else 0)
+        first, last = max(0, T - N + start - before), T - N + stop
         queries, keys = slice(start, stop), slice(first, last)
         key = torch.cat([sink_key, tail_key[:, :, keys]], 2)
         value = torch.cat([sink_value, tail_value[:, :, keys]], 2)
         own, near = at[T - N + start : last], at[keys]
         if rows is None:
-            seen_BNS = _seen(S, (tail_start + near)[None], (tail_start + own)[None], recent)
+            seen_BNS = _seen(S, (tail_start + near)[None], (tail_start + own)[None], window, first_step)
         else:
-            seen_BNS = _seen(S, rows.key_BT[:, keys], rows.query_BN[:, queries], recent, own[:, None] == near)
+            of_rows = rows.key_BT[:, keys], rows.query_BN[:, queries]
+            seen_BNS = _seen(S, *of_rows, window, rows.first_step_B1, own[:, None] == near)
         query, part = query_BKGND[:, :, :, queries], terms
         if terms.any:
             if rows is None:
@@ -103,16 +110,16 @@ def window_attention(
     return outs[0] if len(outs) == 1 else torch.cat(outs, 3)
 
 
-def windowed_output(
-    query_BHND: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, sink: int, recent: int, scale: float
-) -> Tensor:
-    """Return the output (B, H, N, Dv) of heads with one window; the queries are the last of all tokens."""
+def windowed_output(query_BHND: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, window: Window, scale: float) -> Tensor:
+    """Return the output (B, H, N, Dv) of heads with one window; the queries are the last of all tokens, and chunks
+    begin with the first.
+    """
     K = key_BKSD.shape[1]
     out = window_attention(
         query_BHND.unflatten(1, (K, -1)),
-        (key_BKSD[:, :, :sink], value_BKSD[:, :, :sink]),
+        (key_BKSD[:, :, : window.first], value_BKSD[:, :, : window.first]),
         (key_BKSD, value_BKSD),
-        recent,
+        window,
         scale,
     )
     return out.flatten(1, 2)
@@ -175,10 +182,10 @@ def terms_at(terms: ScoreTerms, position_BS: Tensor, queries: slice = slice(None
 
 
 def seen_by_window(
-    queries: int, keys: int, sink: int, recent: int, device: torch.device, real_BS: Tensor | None = None
+    queries: int, keys: int, window: Window, device: torch.device, real_BS: Tensor | None = None
 ) -> Tensor:
-    """Return which keys each query sees: bool (B or 1, N, S). The queries belong to the last tokens; ``real_BS`` marks
-    those that are text, None all.
+    """Return which keys each query sees: bool (B or 1, N, S). The queries belong to the last tokens, and chunks begin
+    with the first; ``real_BS`` marks tokens that are text, None all.
     """
     at = torch.arange(keys, device=device)
     if real_BS is None:
@@ -188,17 +195,31 @@ def seen_by_window(
         key_BS = torch.where(real_BS, index_BS, -1)
     query = index_BS[:, keys - queries :, None]
     key = key_BS[:, None]
-    seen = (key <= query) & (key >= 0) & ((key > query - recent) | (key < sink))
+    seen = (key <= query) & (key >= 0) & ((key >= first_of_last(query, window)) | (key < window.first))
     return seen if real_BS is None else seen | ((query < 0) & (at == at[keys - queries :, None]))
 
 
-def _seen(sinks: int, key_BT: Tensor, query_BN: Tensor, recent: int, own_NT: Tensor | None = None) -> Tensor:
+def first_of_last(query: Tensor, window: Window, first_step: Tensor | int = 0) -> Tensor:
+    """Return the index of the first of the last keys that queries see, by their indices; the chunks of a prompt begin
+    with the token ``first_step``.
+    """
+    step = query
+    if window.chunk > 1:
+        step = first_step + (query - first_step).div(window.chunk, rounding_mode="floor") * window.chunk
+    first = step - window.recent + 1
+    return first if window.block == 1 else first.div(window.block, rounding_mode="floor") * window.block
+
+
+def _seen(
+    sinks: int, key_BT: Tensor, query_BN: Tensor, window: Window, first_step: Tensor | int, own_NT: Tensor | None = None
+) -> Tensor:
     """Return which sink keys, then which keys of the tail, queries see, by their indices: (B or 1, N, S + T). A query
     before its text sees its own key, which ``own_NT`` marks, because attention to no key would be NaN and spread to
     later layers.
     """
     key, query = key_BT[:, None], query_BN[:, :, None]
-    in_tail = (key <= query) & (key > query - recent) & (key >= sinks)
+    first = first_of_last(query_BN, window, first_step)[:, :, None]
+    in_tail = (key <= query) & (key >= first) & (key >= sinks)
     if own_NT is not None:
         in_tail = in_tail | ((query < 0) & own_NT)
     in_sink = torch.arange(sinks, device=key.device) <= query
@@ -245,9 +266,14 @@ class _Buffers:
         return 0 if self._buffers is None else self._buffers[0].shape[2]
 
     @property
+    def _kept(self) -> int:
+        """Number of tokens held, in whole blocks."""
+        raise NotImplementedError
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tokens held; the buffers may have room for more."""
-        return 0 if self._buffers is None else self.keys.nbytes + self.values.nbytes
+        return 0 if self._buffers is None else sum(x.nbytes for x in self._buffers) // self.slots * self._kept
 
     @property
     def allocated_bytes(self) -> int:
@@ -269,11 +295,18 @@ class _Buffers:
 
 
 class FullKeys(_Buffers):
-    """Keys and values of all S tokens, with memory allocated ahead: for ``max_tokens``, or in steps if it is None."""
+    """Keys and values of all S tokens, with memory allocated ahead: for ``max_tokens``, or in steps if it is None. Its
+    bytes are those of whole blocks.
+    """
 
-    def __init__(self, max_tokens: int | None) -> None:
+    def __init__(self, max_tokens: int | None, block: int = 1) -> None:
         super().__init__()
         self._max_tokens = max_tokens
+        self._block = block
+
+    @property
+    def _kept(self) -> int:
+        return whole_blocks(self.tokens, self._block)
 
     def add(self, key_BKND: Tensor, value_BKND: Tensor, heads: Tensor | None = None) -> None:
         """Add new tokens; ``heads`` (K,) selects KV heads of the tensors, and None takes all."""
@@ -311,12 +344,17 @@ class WindowKeys(_Buffers):
     def __init__(self, window: Window) -> None:
         super().__init__()
         self.window = window
+        self._one_by_one = replace(window, chunk=1)
         self._pending: _Pair | None = None
         # In batches with padding: which pending tokens are text, how many stored ones are, and the slots' positions.
         self._real_BP: Tensor | None = None
         self._counts_B: Tensor | None = None
         self._position_BW: Tensor | None = None
         self._gaps = 0
+
+    @property
+    def _kept(self) -> int:
+        return kept_by_window(self.tokens, self.window.sink, self.window.recent, self.window.block)
 
     @property
     def pending(self) -> int:
@@ -339,8 +377,10 @@ class WindowKeys(_Buffers):
 
     @property
     def aligned(self) -> bool:
-        """True if no token is pending, and all tokens are text, so that a single query sees all `keys`."""
-        return self._pending is None and self._counts_B is None
+        """True if no token is pending, all tokens are text and the window has no blocks, so that a single query sees
+        all `keys`.
+        """
+        return self._pending is None and self._counts_B is None and self.window.block == 1
 
     def add(self, key_BKND: Tensor, value_BKND: Tensor, heads: Tensor | None = None, *, wait: bool) -> None:
         """Add new tokens; ``heads`` (K,) selects KV heads of the tensors, and None takes all. With ``wait`` they stay
@@ -386,22 +426,30 @@ class WindowKeys(_Buffers):
             self._counts_B = self._counts_B + real_BN[:, 0]
 
     def attend(
-        self, query_BKGND: Tensor, scale: float, terms: ScoreTerms = PLAIN, seen_BNS: Tensor | None = None
+        self,
+        query_BKGND: Tensor,
+        scale: float,
+        terms: ScoreTerms = PLAIN,
+        seen_BNS: Tensor | None = None,
+        *,
+        chunks: bool = True,
     ) -> Tensor:
         """Return the output (B, K, G, N, Dv) of the queries of the newest tokens; the bias of ``terms`` covers all
         tokens. ``seen_BNS`` (B or 1, 1, S) marks the keys that a single query sees, None all; queries of pending tokens
-        see all text before them.
+        see all text before them. ``chunks`` reads the tokens of this pass in the window's chunks, not one by one.
         """
         assert self._buffers is not None
         if self._pending is not None:
-            tail_start, tail, rows = self._tail(query_BKGND.shape[3])
+            N = query_BKGND.shape[3]
+            tail_start, tail, rows = self._tail(N)
             return window_attention(
                 query_BKGND,
                 self._sink(),
                 tail,
-                self.window.recent,
+                self.window if chunks else self._one_by_one,
                 scale,
                 tail_start=tail_start,
+                first_step=self.tokens + self.pending - N,
                 rows=rows,
                 terms=terms,
             )
@@ -409,6 +457,11 @@ class WindowKeys(_Buffers):
         seen, W = None, key.shape[2]
         if self._counts_B is not None:
             seen = (torch.arange(W, device=key.device) < self._counts_B[:, None])[:, None]
+        if self.window.block > 1:  # a new block replaces an old one token by token
+            last = self.tokens - 1 if self._counts_B is None else self._counts_B[:, None] - 1
+            index, first = self._indices(W, self.tokens), torch.as_tensor(last, device=key.device)
+            shown = (index >= first_of_last(first, self._one_by_one)) | (index < self.window.first)
+            seen = shown[:, None] if seen is None else seen & shown[:, None]
         if terms.bias is not None or seen_BNS is not None:
             if self._position_BW is not None:
                 position_BW = self._position_BW[:, :W]
@@ -441,7 +494,7 @@ class WindowKeys(_Buffers):
             counts, self._counts_B = self._counts_B[:, None], self._counts_B + self._real_BP.sum(1)
         index = self._indices(self.slots, C + P)
         slot = torch.arange(self.slots, device=index.device)
-        new = (index >= slot.clamp_max(self.window.sink)) & (index >= counts)
+        new = (index >= slot.clamp_max(self.window.first)) & (index >= counts)
         source = self._pending_at(index - counts)
         if self._position_BW is not None:
             self._position_BW = torch.where(new, C + source, self._position_BW)
@@ -481,12 +534,12 @@ class WindowKeys(_Buffers):
         assert self._buffers is not None
         slot = torch.arange(slots, device=self._buffers[0].device)[None]
         last = tokens - 1 if self._counts_B is None else self._counts_B[:, None] - 1
-        return torch.where(slot < self.window.sink, slot, last - (last - slot).remainder(self.window.recent))
+        return torch.where(slot < self.window.first, slot, last - (last - slot).remainder(self.window.last))
 
     def _slots_of(self, index: Tensor) -> Tensor:
         """Return the slots of tokens by their index in their own text; a negative index gets a slot without meaning."""
-        sink = self.window.sink
-        return torch.where(index < sink, index.clamp_min(0), sink + (index - sink).remainder(self.window.recent))
+        sink = self.window.first
+        return torch.where(index < sink, index.clamp_min(0), sink + (index - sink).remainder(self.window.last))
 
     def _allocate(self, tokens: int, like: _Pair, kv_heads: int) -> None:
         slots = min(self.window.width, -(-tokens // GROWTH) * GROWTH)
@@ -503,8 +556,8 @@ class WindowKeys(_Buffers):
 
     def _store_one(self, key_BK1D: Tensor, value_BK1D: Tensor, heads: Tensor | None) -> None:
         assert self._buffers is not None
-        r, sink = self.tokens, self.window.sink
-        slot = r if r < sink else sink + (r - sink) % self.window.recent
+        r, sink = self.tokens, self.window.first
+        slot = r if r < sink else sink + (r - sink) % self.window.last
         for buffer, new in zip(self._buffers, (key_BK1D, value_BK1D), strict=True):
             _write(buffer.narrow(2, slot, 1), new, heads)
         self.tokens += 1
@@ -529,7 +582,7 @@ class WindowKeys(_Buffers):
         """Return keys and values of the first ``sink`` tokens of each row, stored or pending."""
         assert self._buffers is not None and self._pending is not None
         C = self.tokens
-        sink = min(self.window.sink, C + self.pending)
+        sink = min(self.window.first, C + self.pending)
         if self._counts_B is None:
             if sink <= C:
                 return _both(lambda b: b[:, :, :sink], self._buffers)
@@ -545,8 +598,8 @@ class WindowKeys(_Buffers):
         of all in rows with padding.
         """
         assert self._buffers is not None and self._pending is not None
-        C, P, sink = self.tokens, self.pending, self.window.sink
-        known = min(C, self.window.recent - 1)
+        C, P, sink = self.tokens, self.pending, self.window.first
+        known = min(C, self.window.last - 1)
         counts: Tensor | int = C if self._counts_B is None else self._counts_B[:, None]
         index = torch.arange(-known, 0, device=self._buffers[0].device)[None] + counts
         # Tokens of the sink are masked in the tail, and so are those before the text, whose index is negative.
@@ -564,6 +617,7 @@ class WindowKeys(_Buffers):
         rows = RowsOfTail(
             key_BT=torch.cat([index, torch.where(self._real_BP, newest, -1)], 1),
             query_BN=newest[:, P - queries :],
+            first_step_B1=newest[:, P - queries, None] + (~self._real_BP[:, P - queries, None]).long(),
             sink_at_BS=torch.where(missing < 0, stored_at, C + self._pending_at(missing)),
             tail_at_BT=torch.cat([self._position_BW.gather(1, slots), pending_at], 1),
             gaps=self._gaps,

@@ -10,7 +10,7 @@ Shapes: P prompts, L layers, K KV heads of the widest layer, C candidate units.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -95,7 +95,7 @@ class DamagePool(PromptPool):
         ]
 
         def key_of(item: DamageItem) -> WorkKey:
-            return "damage of a window on KV heads", astuple(window), gates, list(heads), hash_of(item.requests)
+            return "damage of a window on KV heads", window.key, gates, list(heads), hash_of(item.requests)
 
         damage_PC = np.empty((len(requests), len(heads)), dtype=np.float32)
         for item, damages in self._measured(measure_damages, work, key_of, np.asarray):
@@ -113,7 +113,7 @@ class DamagePool(PromptPool):
         ]
 
         def key_of(item: NeedItem) -> WorkKey:
-            return "distant mass and output norm of texts", astuple(window), hash_of(item.requests)
+            return "distant mass and output norm of texts", window.key, hash_of(item.requests)
 
         sums = {item.name: needs for item, needs in self._measured(measure_needs, work, key_of, np.stack)}
         readers = self.pool.one(_readers, None)
@@ -148,6 +148,7 @@ def measure_damages(lm: LoadedModel, item: DamageItem) -> np.ndarray:
         gates=item.gates,
         scored=[request.scored_tokens for request in item.requests],
         heads=item.heads,
+        block=item.window.block,
         batch_tokens=item.batch_tokens,
     )
     at = [[layer for layer, _ in item.heads], [kv_head for _, kv_head in item.heads]]

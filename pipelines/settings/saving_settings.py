@@ -123,6 +123,10 @@ class PlanConfig:
         recents: Widths of recent tokens; each KV head gets the narrowest that costs hardly more than the widest.
         gates: Values of the gates of `kv_damages_by_sequence`.
         granularity: ``layer`` measures windows on whole layers, one layer at a time.
+        block: Tokens of a block of the serving engine, as in a `HeadPlan`; windows are measured in whole blocks. None
+            keeps single tokens.
+        chunk: Tokens of a prompt that the engine reads at a time, for the plan's file; no part of the measurement, in
+            which every token sees its window. None reads a prompt as it decodes.
         seed: Seed of the recall prompts.
         batch_tokens: Tokens of one pass, padding included.
 
@@ -156,6 +160,8 @@ class PlanConfig:
         bool, Option("choose the KV heads or layers near the budget's edge by their loss with real window masks")
     ] = True
     granularity: Literal["kv_head", "layer"] = "kv_head"
+    block: Annotated[int | None, Limits(least=1)] = None
+    chunk: Annotated[int | None, Limits(least=1)] = None
     seed: Seed = 0
     batch_tokens: Count = BATCH_TOKENS
 
@@ -170,7 +176,7 @@ class PlanConfig:
     @property
     def windows(self) -> tuple[Window, ...]:
         """Windows, narrowest first."""
-        return tuple(Window(self.sink, recent) for recent in sorted(set(self.recents)))
+        return tuple(Window(self.sink, recent, self.block or 1) for recent in sorted(set(self.recents)))
 
     @property
     def unit_names(self) -> str:

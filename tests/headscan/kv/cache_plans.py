@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +39,8 @@ class PlainPlan:
     """A plan for `PlanCache` and `KeptKeys`."""
 
     heads: tuple[PlainHead, ...]
+    block: int | None = None
+    chunk: int | None = None
 
     def bytes(self, rows: int, tokens: int, token_bytes: int) -> int:
         """Return the bytes of a cache; ``token_bytes`` are those of one token's key and value in one head."""
@@ -121,20 +123,29 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 @torch.no_grad()
-def explicit_logits(lm: LoadedModel, plan: PlainPlan, ids: Tensor, seen_BNN: Tensor, text_BN: Tensor) -> Tensor:
+def explicit_logits(
+    lm: LoadedModel,
+    plan: PlainPlan,
+    ids: Tensor,
+    seen_BNN: Tensor,
+    text_BN: Tensor,
+    window_of: Callable[[int, int], Tensor] | None = None,
+) -> Tensor:
     """Return the logits of transformers' eager attention with one explicit mask per layer and head: a key is seen if
     ``seen_BNN`` shows it and the window of its KV head does. ``text_BN`` is the index of each token in its own text,
-    and its position. Llama models only.
+    and its position. ``window_of`` returns the mask of a window by sink and recent; None is the rule of single tokens.
+    Llama models only.
     """
     model = lm.model
     query, key = text_BN[:, :, None], text_BN[:, None]
+    window_of = window_of or (lambda sink, recent: (key < sink) | (key > query - recent))
     group = model.config.num_attention_heads // model.config.num_key_value_heads
     handles, previous = [], model.config._attn_implementation
     for layer, block in enumerate(model.model.layers):
         kept = []
         for head in (head for head in plan.heads if head.layer == layer):
             if head.action == "window":
-                kept.append(seen_BNN & ((key < head.sink) | (key > query - head.recent)))
+                kept.append(seen_BNN & window_of(head.sink, head.recent))
             else:
                 kept.append(seen_BNN if head.action == "full" else torch.zeros_like(seen_BNN))
         mask = torch.stack(kept, 1).repeat_interleave(group, 1)

@@ -116,10 +116,10 @@ def test_windows_pass_gradients() -> None:
     shapes = ((1, 4, 40, 4), (1, 2, 40, 4), (1, 2, 40, 3))
     tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     weight = torch.randn(1, 4, 40, 3, dtype=torch.float64)
-    found = torch.autograd.grad((windowed_output(*tensors, 3, 8, 0.5) * weight).sum(), tensors)
+    found = torch.autograd.grad((windowed_output(*tensors, Window(3, 8), 0.5) * weight).sum(), tensors)
     query, key, value = tensors
     scores = 0.5 * query @ key.repeat_interleave(2, 1).mT
-    scores = scores.masked_fill(~seen_by_window(40, 40, 3, 8, scores.device)[:, None], float("-inf"))
+    scores = scores.masked_fill(~seen_by_window(40, 40, Window(3, 8), scores.device)[:, None], float("-inf"))
     expected = torch.autograd.grad((scores.softmax(-1) @ value.repeat_interleave(2, 1) * weight).sum(), tensors)
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours - theirs).abs().max() <= 1e-10

@@ -27,6 +27,7 @@ from tests.headscan.kv.cache_plans import (
     NARROW,
     WIDE,
     error,
+    explicit_logits,
     greedily,
     in_chunks,
     make_cache,
@@ -297,7 +298,8 @@ def test_a_single_token_does_not_see_a_hole_in_its_mask(pad: tuple[int, int], to
     mask = torch.ones_like(ids)
     for row, width in enumerate(pad):
         mask[row, :width] = 0
-    position = (mask.cumsum(1) - 1).clamp_min(0)
+    text = mask.cumsum(1) - 1
+    position = text.clamp_min(0)
     cache = PlanCache(plan)
     in_chunks(lm, cache, ids[:, :-1], (tokens - 1,), attention_mask=mask[:, :-1], position_ids=position[:, :-1])
     mask[0, -3] = mask[1, -2] = 0
@@ -311,8 +313,7 @@ def test_a_single_token_does_not_see_a_hole_in_its_mask(pad: tuple[int, int], to
         for row, width in enumerate(pad):
             whole[row, 0, :, :width] = torch.eye(tokens, dtype=torch.bool)[:, :width]  # padding sees itself
         whole[:, :, -1] = mask.bool()[:, None]
-        with headscan.intervene(lm, KvWindows(KeptKeys.of_plan(plan))):
-            expected = lm.model(input_ids=ids, attention_mask=whole, position_ids=position, use_cache=False).logits
+    expected = explicit_logits(lm, plan, ids, whole[:, 0], text)
     assert error(found, expected[:, -1]) <= 1e-5
 
 

@@ -52,7 +52,7 @@ def test_a_plan_is_an_arm_in_each_mode(model: PlannedModel) -> None:
     plan = replace(plan_for(model, [(0, 0), (2, 1)], dropped=[(1, 0)]), method="imported")
     forward, decode = plan_arms(plan, PLAN_MODES, 0)
     heads = len(plan.heads)
-    label = f"plan imported {100 * 3 / heads:g}% {KeptHeads.of(plan.heads).fingerprint}"
+    label = f"plan imported {100 * 3 / heads:g}% {KeptHeads.of(plan).fingerprint}"
     assert (forward.name, decode.name) == (f"{label}, forward", f"{label}, decode")
     assert type(forward.intervention) is KvWindows and type(decode.intervention) is KvEviction
     for arm, mode in ((forward, "forward"), (decode, "decode")):
