@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from stat import S_ISREG
 from typing import Annotated, Any, Literal
@@ -318,7 +319,7 @@ def load_plan(path: str | Path) -> HeadPlan:
         PlanError: Missing, not a regular file, not a head plan, of another version, or damaged.
     """
     try:
-        data = json.loads(_text_of_file(Path(path)))
+        data = json.loads(_text_of_file(_as_path(path)))
     except OSError as error:
         raise PlanError(f"cannot read {path} ({error.strerror}). Name a plan that `headscan plan` wrote") from error
     except RecursionError as error:
@@ -339,6 +340,12 @@ def load_plan(path: str | Path) -> HeadPlan:
         raise plan_error(error, f"{path}: plan", _AGAIN) from error
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from error
+
+
+def _as_path(path: object) -> Path:
+    if not isinstance(path, str | PathLike):
+        raise PlanError(f"`path={shown(path)}` is a {type(path).__name__} (limit a path). Name a plan's file")
+    return Path(path)
 
 
 def _text_of_file(path: Path) -> str:

@@ -2,7 +2,7 @@
 
 *Forward*: window masks in the scored pass; every token, of the context too, sees what the plan keeps. *Decode*: the
 context is read with full attention, the cache evicts keys, and the rest is read from it. A likelihood in one pass would
-not show an eviction, so an arm names its mode. Plans for a serving engine read what it takes for a prompt in its chunks:
+not show an eviction, so an arm names its mode. Plans for a serving engine read what it takes for a prompt in chunks:
 the whole text in forward, the context in decode, where the tokens after it are steps of their own.
 """
 

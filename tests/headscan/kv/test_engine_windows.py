@@ -14,7 +14,7 @@ import headscan
 from headscan.catalog import kept_by_window
 from headscan.errors import PlanMismatchError
 from headscan.kv.kept_keys import KeptKeys, Window
-from headscan.kv.kv_damage import kv_damage
+from headscan.kv.kv_damage import kv_damages_by_sequence
 from headscan.kv.kv_windows import KvEviction, KvWindows
 from headscan.kv.plan_cache import PlanCache
 from headscan.kv.window_keys import first_of_last
@@ -155,7 +155,7 @@ def test_sizes_of_one_token_are_todays_windows() -> None:
 def test_generate_reads_its_prompt_in_chunks() -> None:
     lm, ids = make_loaded("llama", dtype=torch.float64), some_ids(1, 40)
     plan = replace(plan_of([[FULL, ("window", 2, 7)]] * 3), block=4, chunk=16)
-    options: dict[str, Any] = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False, "pad_token_id": 1}
+    options: dict[str, Any] = {"max_new_tokens": 10, "eos_token_id": None, "do_sample": False, "pad_token_id": 1}
     mask = torch.ones_like(ids)
     found = lm.model.generate(ids, attention_mask=mask, past_key_values=PlanCache(plan), **options)
     tokens = ids
@@ -196,9 +196,9 @@ def test_slots_suffice_for_every_window(seed: int) -> None:
 
 def test_damage_is_that_of_whole_blocks() -> None:
     lm, ids = make_loaded("llama"), some_ids(2, 60)
-    wide = kv_damage(lm, ids, sink=3, recent=8, block=1)
-    rounded = kv_damage(lm, ids, sink=3, recent=8, block=8)
-    assert not torch.allclose(wide, rounded)
+    wide = kv_damages_by_sequence(lm, ids, sink=3, recent=8, block=1)
+    rounded = kv_damages_by_sequence(lm, ids, sink=3, recent=8, block=8)
+    assert not torch.allclose(wide, rounded, equal_nan=True)
 
 
 @pytest.mark.parametrize("sizes", [{"block": 0}, {"chunk": -1}, {"block": 1.5}, {"chunk": True}, {"block": "16"}])
