@@ -98,6 +98,9 @@ def allocate(
             raise PlanError(
                 f"layer {place[0]}, KV head {place[1]} is dropped without a verdict. Name the verdict in `removable`"
             )
+    for name, size in (("block", block), ("chunk", chunk)):
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise PlanError(f"`{name}={size!r}` (limit a whole number from 1 on, or None). Change `{name}`")
     _check_width(scores, sink, recent)
     for width in set((windows or {}).values()):
         _check_width(scores, *width)
