@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from headscan.analysis.plans.head_plan import HeadPlan, layer_bytes
+from headscan.analysis.plans.head_plan import HeadPlan, check_is_plan, layer_bytes
 from headscan.analysis.plans.keep_scores import (
     RANDOM_SCORE,
     KeepScores,
@@ -196,6 +196,7 @@ def random_plan(plan: HeadPlan, seed: int) -> HeadPlan:
     Actions and widths change places only among heads of the same bytes per token, or in a plan by layer among such
     layers, so the cache has the same size at every length. Protected heads keep their full cache, as in ``plan``.
     """
+    check_is_plan(plan)
     by_unit: dict[KVHead, list[PlannedHead]] = defaultdict(list)
     for head in plan.heads:
         if head.head_class != "protected":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -235,6 +236,12 @@ def _contradiction(head: PlannedHead, *, full: bool) -> str | None:
     return None
 
 
+def check_is_plan(plan: object) -> None:
+    """Raise PlanError if an object is no plan, such as the path of its file."""
+    if not isinstance(plan, HeadPlan):
+        raise PlanError(f"`plan={reprlib.repr(plan)}` is no HeadPlan. Read it with load_plan")
+
+
 def layer_bytes(
     model: PlannedModel, heads: Sequence[PlannedHead], tokens: int, block: int | None = None
 ) -> dict[int, int]:
@@ -263,6 +270,7 @@ def planned_bytes(plan: HeadPlan, tokens: int) -> int:
 
 def planned_layer_bytes(plan: HeadPlan, tokens: int) -> dict[int, int]:
     """Return the bytes of `planned_bytes` by layer."""
+    check_is_plan(plan)
     return layer_bytes(plan.model, plan.heads, tokens, plan.block)
 
 
@@ -277,6 +285,7 @@ def check_model(
     """Raise PlanError if a plan was made for another model. ``grid`` has one mapping per attention site, as in
     ``runs.grid``; only self-attention is compared. An argument of None is not compared.
     """
+    check_is_plan(plan)
     compared = False
     shape = [tuple(getattr(layer, name) for name in _SHAPE) for layer in plan.model.layers]
     own_sites = [site for site in grid or () if site["site"] == "self"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -207,11 +206,10 @@ class GenerateConfig:
     rounds: Annotated[int, Option("times that each text is generated", least=1)] = 1
 
     def __post_init__(self) -> None:
-        from headscan.analysis.plans import HeadPlan, PlanError
+        from headscan.analysis.plans import PlanError, check_is_plan
 
         check_limits(self, PlanError)
-        if not isinstance(self.plan, HeadPlan):
-            raise PlanError(f"`plan={reprlib.repr(self.plan)}` is no HeadPlan. Read it with load_plan")
+        check_is_plan(self.plan)
 
     def prompt_ids(self, identity: ModelIdentity) -> tuple[int, ...]:
         return tuple(identity.tokenizer(self.prompt)["input_ids"])

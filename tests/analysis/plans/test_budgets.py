@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from headscan.analysis.plans import (
     WindowShare,
     allocate,
     budget_lengths,
+    check_model,
     load_plan,
     planned_bytes,
     planned_layer_bytes,
@@ -25,6 +28,7 @@ from headscan.analysis.plans import (
     random_plan,
     random_scores,
 )
+from headscan.pipelines.settings.evaluation_settings import ChosenArms
 from tests.analysis.plan_fixtures import site
 
 #: Bytes of one token in one KV head: a key and a value of 8 numbers in bfloat16; layer 3 has 16 numbers.
@@ -238,3 +242,16 @@ def test_plans_state_blocks_and_chunks_only_if_they_have_them(tmp_path) -> None:
 def test_a_plan_is_read_from_a_path(path: object) -> None:
     with pytest.raises(PlanError, match=r"`path=.*limit a path\)"):
         load_plan(path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("plan", ["head_plan.json", {"heads": []}, None])
+def test_other_things_than_plans_are_refused(plan: Any) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: planned_bytes(plan, 64),
+        lambda: random_plan(plan, 0),
+        lambda: check_model(plan, grid=()),
+        lambda: ChosenArms(plans=(plan,)),
+    ]
+    for call in calls:
+        with pytest.raises(PlanError, match=r"`plan=.*` is no HeadPlan. Read it with load_plan"):
+            call()
