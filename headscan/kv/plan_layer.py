@@ -158,6 +158,8 @@ class PlanLayer(CacheLayerMixin):
         super().__init__()
         self.name, self.groups, self.prefill, self.masks = name, groups, prefill, masks
         self.tokens = 0
+        #: Which tokens are text, bool (B, S); None if all are.
+        self.real_BS: Tensor | None = None
         self.record_past = False
         self._max_tokens, self._block, self.chunk = max_tokens, block or 1, chunk
         # Heads that keep the same tokens become neighbours, so that slices select them; None if they are already.
@@ -337,8 +339,7 @@ class PlanLayer(CacheLayerMixin):
         for group in self.groups:
             self.parts.append((slice(first, first + len(group.kv_heads)), held(group)))
             first += len(group.kv_heads)
-        #: Which tokens are text, bool (B, S); None if all are.
-        self.real_BS: Tensor | None = None
+        self.real_BS = None
 
     def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         for held in self.held:

@@ -387,7 +387,7 @@ class WindowKeys(_Buffers):
         pending until `commit`, so that `crop` can remove them again.
         """
         kv_heads = key_BKND.shape[1] if heads is None else len(heads)
-        if not self._may_write((key_BKND, value_BKND)):
+        if not self._may_write((key_BKND, value_BKND)) and self._buffers is not None:
             self._buffers = _both(
                 lambda old, x: old.to(_wider(old, x), copy=True), self._buffers, (key_BKND, value_BKND)
             )

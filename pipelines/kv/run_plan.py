@@ -290,8 +290,15 @@ def _allocated(
     widths = {
         head: (window.sink, window.recent) for unit, window in windows.items() for head in measurement.units[unit]
     }
-    engine = {"block": measurement.config.block, "chunk": measurement.config.chunk}
-    return allocate(scores, budget, sink=widest.sink, recent=widest.recent, windows=widths, **engine)
+    return allocate(
+        scores,
+        budget,
+        sink=widest.sink,
+        recent=widest.recent,
+        windows=widths,
+        block=measurement.config.block,
+        chunk=measurement.config.chunk,
+    )
 
 
 def _order(measurement: Measurement, scores: KeepScores) -> list[KvHead]:
