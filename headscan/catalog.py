@@ -451,12 +451,17 @@ def whole_blocks(tokens: int, block: int | None) -> int:
     return tokens if block is None else -(-tokens // block) * block
 
 
-def kept_by_window(tokens: int, sink: int, recent: int, block: int | None = None) -> int:
-    """Return the tokens that a window keeps after ``tokens`` tokens: the blocks of its first tokens, and those from the
-    one on that holds the first of the last ``recent`` tokens.
+def is_chunk(chunk: int | None, block: int | None) -> bool:
+    """Return True if windows can have chunks of so many tokens: 1, or whole blocks."""
+    return chunk is None or chunk == 1 or chunk % (block or 1) == 0
+
+
+def kept_by_window(tokens: int, sink: int, recent: int, block: int | None = None, chunk: int | None = None) -> int:
+    """Return the tokens that a window keeps after ``tokens`` tokens: the blocks of its first tokens, and those that the
+    last token sees. None is 1; see `headscan.kv.kept_keys.Window` for the rule.
     """
-    size = block or 1
-    start = max(0, tokens - recent) // size * size
+    block, chunk = block or 1, chunk or 1
+    start = max(0, ((tokens - 1) // chunk * chunk - recent + 1) // block * block)
     end = whole_blocks(tokens, block)
     return min(end, whole_blocks(sink, block) + end - start)
 

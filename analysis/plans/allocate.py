@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from headscan.analysis.plans.head_plan import HeadPlan, check_is_plan, layer_bytes
+from headscan.analysis.plans.head_plan import HeadPlan, check_chunk, check_is_plan, layer_bytes
 from headscan.analysis.plans.keep_scores import (
     RANDOM_SCORE,
     KeepScores,
@@ -74,7 +74,7 @@ def allocate(
         removable: Verdict by (layer, KV head) whose query heads were all shown removable; these heads are dropped, and
             the budget distributes windows among the others. None drops no head.
         block: Tokens of a block of the engine that serves the plan, as in `HeadPlan`; None keeps single tokens.
-        chunk: Tokens of a prompt that the engine reads at a time, as in `HeadPlan`; None lets each see its window.
+        chunk: Tokens that see the same window, as in `HeadPlan`; None gives each token its own.
         validation: Benchmark result of this plan, which JSON can hold; None if not validated.
         notes: More notes for the plan.
 
@@ -101,6 +101,7 @@ def allocate(
     for name, size in (("block", block), ("chunk", chunk)):
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise PlanError(f"`{name}={size!r}` (limit a whole number from 1 on, or None). Change `{name}`")
+    check_chunk(chunk, block)
     _check_width(scores, sink, recent)
     for width in set((windows or {}).values()):
         _check_width(scores, *width)
@@ -111,7 +112,7 @@ def allocate(
             )
     order = [place for place in scores.order if place not in dropped]
     widths = {place: (windows or {}).get(place, (sink, recent)) for place in order}
-    steps = WindowSteps(model, order, widths, dropped, scores.granularity, block)
+    steps = WindowSteps(model, order, widths, dropped, scores.granularity, block, chunk)
     count = budget.window_count(steps)
     heads = _planned_heads(scores, set(order[:count]), widths, dropped)
     more = () if count or dropped else ("no head gets a window: the full cache fits the budget",)
@@ -124,7 +125,7 @@ def allocate(
         score=scores.score,
         heads=heads,
         query_heads=scores.query_heads,
-        budget=savings(model, heads, budget, block),
+        budget=savings(model, heads, budget, block, chunk),
         validation=validation,
         notes=(*more, *notes, *scores.notes),
         block=block,
@@ -133,13 +134,17 @@ def allocate(
 
 
 def savings(
-    model: PlannedModel, heads: Sequence[PlannedHead], request: BudgetRequest, block: int | None = None
+    model: PlannedModel,
+    heads: Sequence[PlannedHead],
+    request: BudgetRequest,
+    block: int | None = None,
+    chunk: int | None = None,
 ) -> Budget:
     """Return the savings of planned heads at `budget_lengths`, and at the lengths of the request."""
 
     def at(tokens: int) -> LengthBudget:
         whole = model.cache_bytes(tokens, block)
-        planned = sum(layer_bytes(model, heads, tokens, block).values())
+        planned = sum(layer_bytes(model, heads, tokens, block, chunk).values())
         return LengthBudget(tokens, whole, planned, whole - planned, (whole - planned) / whole)
 
     windows, dropped = (sum(head.action == action for head in heads) for action in ("window", "drop"))
@@ -302,7 +307,7 @@ def make_plan(
             ``random`` draws one number for each layer.
         removable: KV heads to drop, with the verdict; see `allocate`. None drops no head.
         block: Tokens of a block of the serving engine, as in `HeadPlan`; None keeps single tokens.
-        chunk: Tokens of a prompt that the engine reads at a time, as in `HeadPlan`; None lets each see its window.
+        chunk: Tokens that see the same window, as in `HeadPlan`; None gives each token its own.
         validation: Benchmark result of this plan, which JSON can hold; None if not validated.
 
     Raises:

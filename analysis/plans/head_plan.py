@@ -34,6 +34,7 @@ from headscan.analysis.plans.plan_records import (
     shown,
 )
 from headscan.analysis.store.output_files import write_text
+from headscan.catalog import is_chunk
 
 FORMAT = "headscan-head-plan"
 
@@ -78,8 +79,9 @@ class HeadPlan(PlanRecord):
         block: Tokens of a block of the KV cache of the engine that serves the plan. First and last tokens are kept in
             whole blocks: the blocks of the first ``sink`` tokens, and those from the one on that holds the first of
             the last ``recent`` tokens. None keeps single tokens.
-        chunk: Tokens of a prompt that the engine reads at a time. The tokens of a chunk see the whole chunk until
-            themselves, and before it what the window of its first token shows. None lets each token see its window.
+        chunk: Tokens that see the same window, 1 or whole blocks: those whose positions begin with a multiple of
+            ``chunk`` see the window of the first of them, and each other until themselves. None gives each token its
+            own.
     """
 
     model: PlannedModel
@@ -98,6 +100,7 @@ class HeadPlan(PlanRecord):
 
     def __post_init__(self) -> None:
         self._check_count()
+        check_chunk(self.chunk, self.block)
         places = [(head.layer, head.kv_head) for head in self.heads]
         expected = [(layer.layer, k) for layer in self.model.layers for k in range(layer.num_key_value_heads)]
         if places != expected:
@@ -200,7 +203,7 @@ class HeadPlan(PlanRecord):
 
     def engine_text(self) -> str:
         """Return blocks and chunks of the serving engine in words."""
-        parts = (("blocks", self.block), ("prompts in chunks", self.chunk))
+        parts = (("blocks", self.block), ("chunks", self.chunk))
         return " and ".join(f"{what} of {tokens} tokens" for what, tokens in parts if tokens is not None)
 
     def to_json(self) -> str:
@@ -242,15 +245,25 @@ def check_is_plan(plan: object) -> None:
         raise PlanError(f"`plan={reprlib.repr(plan)}` is no HeadPlan. Read it with load_plan")
 
 
+def check_chunk(chunk: int | None, block: int | None) -> None:
+    """Raise PlanError if windows in blocks cannot have chunks of so many tokens."""
+    if not is_chunk(chunk, block):
+        raise PlanError(f"`chunk={chunk}` (limit 1, or a multiple of `block={block}`). Change `chunk`")
+
+
 def layer_bytes(
-    model: PlannedModel, heads: Sequence[PlannedHead], tokens: int, block: int | None = None
+    model: PlannedModel,
+    heads: Sequence[PlannedHead],
+    tokens: int,
+    block: int | None = None,
+    chunk: int | None = None,
 ) -> dict[int, int]:
-    """Return the bytes of one sequence's cache after ``tokens`` tokens by layer, if ``heads`` decide, in whole blocks
-    of ``block`` tokens; None counts tokens.
+    """Return the bytes of one sequence's cache after ``tokens`` tokens by layer, if ``heads`` decide, with the sizes of
+    a `HeadPlan`.
     """
     kept: dict[int, int] = {}
     for head in heads:
-        kept[head.layer] = kept.get(head.layer, 0) + head.kept_tokens(tokens, block)
+        kept[head.layer] = kept.get(head.layer, 0) + head.kept_tokens(tokens, block, chunk)
     return {
         layer.layer: kept.get(layer.layer, 0) * layer.kv_bytes
         if layer.type == "full" and layer.kv_bytes is not None
@@ -263,7 +276,7 @@ def planned_bytes(plan: HeadPlan, tokens: int) -> int:
     """Return the bytes of one sequence's KV cache after ``tokens`` tokens with a plan; exact.
 
     Full heads keep all tokens, window heads ``min(tokens, sink + recent)``, dropped heads none, sliding layers at most
-    their own bound. A plan with blocks counts whole ones. `planned_layer_bytes` gives the same by layer.
+    their own bound. A plan with blocks counts whole ones, and one with chunks the tokens that the last one sees. `planned_layer_bytes` gives the same by layer.
     """
     return sum(planned_layer_bytes(plan, tokens).values())
 
@@ -271,7 +284,7 @@ def planned_bytes(plan: HeadPlan, tokens: int) -> int:
 def planned_layer_bytes(plan: HeadPlan, tokens: int) -> dict[int, int]:
     """Return the bytes of `planned_bytes` by layer."""
     check_is_plan(plan)
-    return layer_bytes(plan.model, plan.heads, tokens, plan.block)
+    return layer_bytes(plan.model, plan.heads, tokens, plan.block, plan.chunk)
 
 
 def check_model(

@@ -46,6 +46,7 @@ class WindowSteps:
         dropped: Mapping[tuple[int, int], str],
         granularity: Granularity = "kv_head",
         block: int | None = None,
+        chunk: int | None = None,
     ) -> None:
         self.counts = [0]
         for at, place in enumerate(order):
@@ -55,7 +56,7 @@ class WindowSteps:
         self._order = order
         self._widths = widths
         self._dropped = dropped
-        self._block = block
+        self._block, self._chunk = block, chunk
         self._bytes = {layer.layer: layer.kv_bytes or 0 for layer in model.layers}
 
     @property
@@ -74,7 +75,7 @@ class WindowSteps:
         held = whole_blocks(tokens, self._block)
         gone = sum(held * self._bytes[layer] for layer, _ in self._dropped)
         saved = sum(
-            (held - kept_by_window(tokens, *self._widths[place], self._block)) * self._bytes[place[0]]
+            (held - kept_by_window(tokens, *self._widths[place], self._block, self._chunk)) * self._bytes[place[0]]
             for place in self._order[:windows]
         )
         return whole - gone - saved

@@ -271,12 +271,10 @@ class PlannedHead(PlanRecord):
     recent: Positive | None
     evidence: Evidence
 
-    def kept_tokens(self, tokens: int, block: int | None = None) -> int:
-        """Return the number of tokens that the head keeps after ``tokens`` tokens, in whole blocks of ``block``; None
-        counts tokens.
-        """
+    def kept_tokens(self, tokens: int, block: int | None = None, chunk: int | None = None) -> int:
+        """Return the number of tokens that the head keeps after ``tokens`` tokens, with the sizes of a `HeadPlan`."""
         if self.action == "window":
-            return kept_by_window(tokens, self.sink or 0, self.recent or 0, block)
+            return kept_by_window(tokens, self.sink or 0, self.recent or 0, block, chunk)
         return whole_blocks(tokens, block) if self.action == "full" else 0
 
 

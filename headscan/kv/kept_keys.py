@@ -13,7 +13,7 @@ from itertools import pairwise
 from numbers import Integral
 from typing import Protocol
 
-from headscan.catalog import whole_blocks
+from headscan.catalog import is_chunk, whole_blocks
 from headscan.errors import PlanMismatchError
 from headscan.grid import HeadGrid
 
@@ -52,13 +52,16 @@ class Window:
 
     ``DROPPED`` keeps none: the query heads that read the KV head output zero.
 
-    A serving engine computes tokens in steps, of ``chunk`` tokens in a prompt and of one token after it. Every token of
-    a step sees the step's tokens until itself, and what the window of the step's first token shows, in whole blocks of
-    ``block`` tokens. With 1 and 1 each token sees its own window.
+    A serving engine keeps whole blocks of ``block`` tokens, and its tokens may see the window of the first one of their
+    ``chunk``. So the query at position ``p`` of its text sees the key at ``k <= p`` if ``k < first`` or
+    ``k >= start(p)``, in prompt and answer alike:
+
+        first = ceil(sink / block) * block
+        start(p) = floor((floor(p / chunk) * chunk - recent + 1) / block) * block
 
     Raises:
-        PlanMismatchError: A number is no whole number, negative or too large, ``recent`` is 0 and ``sink`` is not, or
-            ``block`` or ``chunk`` is 0.
+        PlanMismatchError: A number is no whole number, negative or too large, ``recent`` is 0 and ``sink`` is not,
+            ``block`` or ``chunk`` is 0, or ``chunk`` is neither 1 nor a multiple of ``block``.
     """
 
     sink: int
@@ -78,10 +81,14 @@ class Window:
         for name, size in (("block", self.block), ("chunk", self.chunk)):
             if not isinstance(size, Integral) or isinstance(size, bool) or not 1 <= size <= _MOST_TOKENS:
                 raise PlanMismatchError(f"`{name}={size!r}` of a plan (limit a whole number from 1 on). Change it")
+        if not is_chunk(self.chunk, self.block):
+            raise PlanMismatchError(
+                f"`chunk={self.chunk}` of a plan (limit 1, or a multiple of `block={self.block}`). Change it"
+            )
         if self.width > _MOST_TOKENS:
             raise PlanMismatchError(
-                f"window of a KV head: sink {self.sink}, recent {self.recent} (limit {_MOST_TOKENS} together). Narrow"
-                " it"
+                f"window of a KV head: sink {self.sink}, recent {self.recent} (limit {_MOST_TOKENS} together, with"
+                f" blocks of {self.block} and chunks of {self.chunk}). Narrow it"
             )
 
     @property
@@ -91,13 +98,18 @@ class Window:
 
     @property
     def last(self) -> int:
-        """Largest number of last keys that a single token sees, in whole blocks."""
-        return whole_blocks(self.recent - 1, self.block) + self.block if self.recent else 0
+        """Largest number of last keys that a query sees, in whole blocks."""
+        return whole_blocks(self.recent - 1, self.block) + max(self.block, self.chunk) if self.recent else 0
 
     @property
     def width(self) -> int:
         """Largest number of keys in the window."""
         return self.first + self.last
+
+    @property
+    def covers(self) -> int:
+        """Tokens of the longest text in which every query sees all keys."""
+        return whole_blocks(self.first + self.block + self.recent - 1, self.chunk) if self.recent else 0
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -134,13 +146,12 @@ class KeptKeys:
         return cls(ordered)
 
     @classmethod
-    def of_plan(cls, plan: KvHeadPlan, *, decoded: bool = False) -> KeptKeys:
+    def of_plan(cls, plan: KvHeadPlan) -> KeptKeys:
         """Return the windows of a plan; raise PlanMismatchError if it is none, an action is unknown or a width is
-        missing. With ``decoded`` every token is a step of its own, without the plan's chunks.
+        missing.
         """
         check_is_plan(plan)
         block, chunk = (1 if size is None else size for size in engine_sizes(plan))
-        chunk = 1 if decoded else chunk
         kept = []
         for head in plan.heads:
             if head.action == "full":

@@ -270,10 +270,10 @@ def kv_damages_by_sequence(
 
 def _longer_than(window: Window, lengths: Sequence[int]) -> list[int]:
     """Return the sequences that are longer than a window, by row; raise if none is, and warn if some are not."""
-    long = [row for row, length in enumerate(lengths) if length > window.width]
+    long = [row for row, length in enumerate(lengths) if length > window.covers]
     if not long:
         raise SequenceError(
-            f"the longest sequence has {max(lengths)} tokens (at least {window.width + 1}, one more than the window). "
+            f"the longest sequence has {max(lengths)} tokens (at least {window.covers + 1}, one more than the window). "
             "Give longer sequences, or lower `recent`"
         )
     if left_out := len(lengths) - len(long):
@@ -281,6 +281,6 @@ def _longer_than(window: Window, lengths: Sequence[int]) -> list[int]:
             "%d of %d sequences are not longer than the window of %d tokens and are left out",
             left_out,
             len(lengths),
-            window.width,
+            window.covers,
         )
     return long

@@ -36,8 +36,7 @@ class PlanCache(Cache):
     It works in greedy decoding, sampling, beam search and assisted decoding, and with a prompt read in chunks
     (``prefill_chunk_size`` of ``generate``), which bounds the peak memory too. Padding may be anywhere in a row;
     several documents in one row are refused. Passes may take gradients, or run in inference mode or autocast, in any
-    order. The model must
-    compute attention with ``sdpa``. If that is not its default (soft caps, learned sinks), call
+    order. The model must compute attention with ``sdpa``. If that is not its default (soft caps, learned sinks), call
     ``model.set_attn_implementation("headscan-cache")`` after making a cache. ``crop`` fails if freed tokens would be
     needed again. A cache of assisted decoding records the tokens of every pass, so that ``crop`` can remove them, until
     ``reset`` ends that. Offloading is not supported. ``torch.compile`` gives the same numbers and breaks its graph at
@@ -48,11 +47,10 @@ class PlanCache(Cache):
             ``headscan plan``), `headscan.make_plan` (a stored scan or probe) or `headscan.pipelines.jobs.plan`.
         config: Configuration of the model, needed for models in which not every layer has attention with a full
             cache; None assumes that all have.
-        prefill: ``window``: each prompt token sees its window, so the result does not depend on chunks. ``full``: the
-            first pass sees all keys, and the cache shrinks after it (as kvpress does); it fits chunks only if the
-            first one holds the prompt, and no assisted decoding. A plan with ``chunk``, made for a serving engine, has
-            other rules: every pass (``window``), or the first one alone (``full``), is read in chunks of so many
-            tokens, each of which sees itself and the window of its first token.
+        prefill: ``window``: each prompt token sees its window, so the result does not depend on the passes, and with a
+            plan for a serving engine it is what the engine computes. ``full``: the first pass sees all keys, and the
+            cache shrinks after it (as kvpress does); it fits a prompt in several passes only if the first one holds
+            all of it, and no assisted decoding.
         max_tokens: Tokens for which full heads get memory at once; None lets it grow in steps.
 
     Raises:
@@ -73,7 +71,7 @@ class PlanCache(Cache):
     ) -> None:
         _check_options(config, prefill, max_tokens)
         kept = KeptKeys.of_plan(plan)
-        kv_heads, sizes = _counts(plan), engine_sizes(plan)
+        kv_heads, (block, _) = _counts(plan), engine_sizes(plan)
         layers: list[Any]
         if config is None:
             missing = next((at for at, layer in enumerate(sorted(kv_heads)) if layer != at), None)
@@ -98,7 +96,7 @@ class PlanCache(Cache):
                 raise PlanMismatchError(
                     f"layer {layer} of the plan does not exist (limit {len(layers) - 1}). Make a plan for this model"
                 )
-            arguments = (f"layer {layer}", kept.groups(layer, count), prefill, max_tokens, masks, *sizes)
+            arguments = (f"layer {layer}", kept.groups(layer, count), prefill, max_tokens, masks, block)
             if type(layers[layer]) is DynamicLayer:
                 layers[layer] = PlanLayer(*arguments)
             elif isinstance(mixed := layers[layer], LinearAttentionAndFullAttentionLayer):

@@ -120,25 +120,23 @@ class PlanStep:
         if isinstance(held, FullKeys):
             causal = seen_BNS is None
             return grouped_attention(query_BKGND, held.keys, held.values, scale, seen_BNS, causal=causal, terms=terms)
-        first, whole = self.tokens == self.queries, self._layer.prefill == "full"
-        if first and whole and held.pending and self._layer.chunk is None:
+        if self.tokens == self.queries and self._layer.prefill == "full" and held.pending:
             out = held.attend_all(query_BKGND, scale, seen_BNS, terms)
         else:
-            out = held.attend(query_BKGND, scale, terms, seen_BNS, chunks=first or not whole)
+            out = held.attend(query_BKGND, scale, terms, seen_BNS)
         if not self._layer.record_past:
             held.commit()
         return out
 
 
-#: What queries of the first pass see: their window, as in later passes, or all keys, which leave the cache after it. In
-#: plans with chunks: every pass is read in chunks, or the first one is, and the tokens of later ones one by one.
+#: What queries of the first pass see: their window, as in later passes, or all keys, which leave the cache after it.
 Prefill = Literal["window", "full"]
 
 
 class PlanLayer(CacheLayerMixin):
     """Keys and values of one layer, in groups of KV heads that keep the same tokens; the mask reader is that of the
     cache. Full heads get memory for ``max_tokens`` at once; None lets it grow. Bytes count whole blocks of ``block``
-    tokens. ``chunk`` is that of the plan.
+    tokens.
     """
 
     is_croppable = True
@@ -153,7 +151,6 @@ class PlanLayer(CacheLayerMixin):
         max_tokens: int | None,
         masks: MaskReader,
         block: int | None = None,
-        chunk: int | None = None,
     ) -> None:
         super().__init__()
         self.name, self.groups, self.prefill, self.masks = name, groups, prefill, masks
@@ -161,7 +158,7 @@ class PlanLayer(CacheLayerMixin):
         #: Which tokens are text, bool (B, S); None if all are.
         self.real_BS: Tensor | None = None
         self.record_past = False
-        self._max_tokens, self._block, self.chunk = max_tokens, block or 1, chunk
+        self._max_tokens, self._block = max_tokens, block or 1
         # Heads that keep the same tokens become neighbours, so that slices select them; None if they are already.
         order = [kv_head for group in groups for kv_head in group.kv_heads]
         self.kv_heads = len(order)

@@ -1,12 +1,11 @@
 """Keys and values of KV heads that keep every token or a window of first and last ones, and attention to them.
 
 A query at position ``p`` sees the ``sink`` first keys of its text, and the keys at positions ``p - recent + 1`` to
-``p`` (streaming heads of arXiv 2309.17453 and 2410.10819). Time and memory are linear in the length, and the result is
-differentiable.
+``p`` (streaming heads of arXiv 2309.17453 and 2410.10819), in blocks and chunks if the window has them. Time and memory
+are linear in the length, and the result is differentiable.
 
-A token's index in its own text, without padding, decides its slot: slot ``r`` for the first ``sink`` tokens, then
-``sink + (r - sink) % recent``, both in whole blocks if the window has them. So a new token replaces the one that leaves
-the window, and nothing moves. The slots are allocated as the text grows, so a window that is wider than the text costs
+A token's index in its own text, without padding, decides its slot: slot ``r`` for the ``first`` tokens of the window,
+then ``first + (r - first) % last``. So a new token replaces one that has left the window, and nothing moves. The slots are allocated as the text grows, so a window that is wider than the text costs
 no more than a full head.
 
 Shapes: B sequences, N queries or new tokens, S tokens so far or sink keys, T other keys, W slots (sink + recent at
@@ -16,8 +15,8 @@ most), K KV heads, G query heads per KV head, D and Dv widths of a key and of a 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import astuple, replace
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,7 +41,6 @@ class RowsOfTail(NamedTuple):
     Attributes:
         key_BT: Index of each key of the tail in its own text; negative for padding.
         query_BN: Index of the last token of the text until each query; negative before the text.
-        first_step_B1: Index of the token with which chunks begin.
         sink_at_BS: Position of each sink key.
         tail_at_BT: Position of each key of the tail.
         gaps: Largest number of padding tokens within a text.
@@ -50,7 +48,6 @@ class RowsOfTail(NamedTuple):
 
     key_BT: Tensor
     query_BN: Tensor
-    first_step_B1: Tensor
     sink_at_BS: Tensor
     tail_at_BT: Tensor
     gaps: int
@@ -64,7 +61,6 @@ def window_attention(
     scale: float,
     *,
     tail_start: int = 0,
-    first_step: int = 0,
     rows: RowsOfTail | None = None,
     terms: ScoreTerms = PLAIN,
 ) -> Tensor:
@@ -76,7 +72,6 @@ def window_attention(
             ``window.last - 1 + N`` tokens of each text, or all. Keys of the sink among them are left out.
         window: What a query sees.
         tail_start: Position of the first key of ``tail_keys``.
-        first_step: Position of the token with which chunks begin; ``rows`` has its own.
         rows: Places of the keys in batches with padding; None if every token is text. Outputs of padding are finite
             and have no meaning, but a token that is followed and preceded by no text of its row sees itself.
         terms: Changes of the scores; its bias covers the keys of all tokens.
@@ -88,17 +83,17 @@ def window_attention(
     for start in range(0, N, block):
         stop = min(start + block, N)
         # Indices into the tail: the first key that the block's first query may see, and the last query's own.
-        before = window.recent - 1 + window.block - 1 + min(window.chunk - 1, T) + (rows.gaps if rows else 0)
+        before = window.last - 1 + (rows.gaps if rows else 0)
         first, last = max(0, T - N + start - before), T - N + stop
         queries, keys = slice(start, stop), slice(first, last)
         key = torch.cat([sink_key, tail_key[:, :, keys]], 2)
         value = torch.cat([sink_value, tail_value[:, :, keys]], 2)
         own, near = at[T - N + start : last], at[keys]
         if rows is None:
-            seen_BNS = _seen(S, (tail_start + near)[None], (tail_start + own)[None], window, first_step)
+            seen_BNS = _seen(S, (tail_start + near)[None], (tail_start + own)[None], window)
         else:
             of_rows = rows.key_BT[:, keys], rows.query_BN[:, queries]
-            seen_BNS = _seen(S, *of_rows, window, rows.first_step_B1, own[:, None] == near)
+            seen_BNS = _seen(S, *of_rows, window, own[:, None] == near)
         query, part = query_BKGND[:, :, :, queries], terms
         if terms.any:
             if rows is None:
@@ -111,9 +106,7 @@ def window_attention(
 
 
 def windowed_output(query_BHND: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, window: Window, scale: float) -> Tensor:
-    """Return the output (B, H, N, Dv) of heads with one window; the queries are the last of all tokens, and chunks
-    begin with the first.
-    """
+    """Return the output (B, H, N, Dv) of heads with one window; the queries are the last of all tokens."""
     K = key_BKSD.shape[1]
     out = window_attention(
         query_BHND.unflatten(1, (K, -1)),
@@ -184,8 +177,8 @@ def terms_at(terms: ScoreTerms, position_BS: Tensor, queries: slice = slice(None
 def seen_by_window(
     queries: int, keys: int, window: Window, device: torch.device, real_BS: Tensor | None = None
 ) -> Tensor:
-    """Return which keys each query sees: bool (B or 1, N, S). The queries belong to the last tokens, and chunks begin
-    with the first; ``real_BS`` marks tokens that are text, None all.
+    """Return which keys each query sees: bool (B or 1, N, S). The queries belong to the last tokens; ``real_BS`` marks
+    tokens that are text, None all.
     """
     at = torch.arange(keys, device=device)
     if real_BS is None:
@@ -199,27 +192,27 @@ def seen_by_window(
     return seen if real_BS is None else seen | ((query < 0) & (at == at[keys - queries :, None]))
 
 
-def first_of_last(query: Tensor, window: Window, first_step: Tensor | int = 0) -> Tensor:
-    """Return the index of the first of the last keys that queries see, by their indices; the chunks of a prompt begin
-    with the token ``first_step``.
-    """
-    step = query
-    if window.chunk > 1:
-        step = first_step + (query - first_step).div(window.chunk, rounding_mode="floor") * window.chunk
-    first = step - window.recent + 1
-    return first if window.block == 1 else first.div(window.block, rounding_mode="floor") * window.block
+_Index = TypeVar("_Index", int, Tensor)
+
+
+def first_of_last(query: _Index, window: Window) -> _Index:
+    """Return the index of the first of the last keys that queries see, by their indices in their text."""
+    return _rounded_down(_rounded_down(query, window.chunk) - window.recent + 1, window.block)
+
+
+def _rounded_down(index: _Index, size: int) -> _Index:
+    return index if size == 1 else index // size * size
 
 
 def _seen(
-    sinks: int, key_BT: Tensor, query_BN: Tensor, window: Window, first_step: Tensor | int, own_NT: Tensor | None = None
+    sinks: int, key_BT: Tensor, query_BN: Tensor, window: Window, own_NT: Tensor | None = None
 ) -> Tensor:
     """Return which sink keys, then which keys of the tail, queries see, by their indices: (B or 1, N, S + T). A query
     before its text sees its own key, which ``own_NT`` marks, because attention to no key would be NaN and spread to
     later layers.
     """
     key, query = key_BT[:, None], query_BN[:, :, None]
-    first = first_of_last(query_BN, window, first_step)[:, :, None]
-    in_tail = (key <= query) & (key >= first) & (key >= sinks)
+    in_tail = (key <= query) & (key >= first_of_last(query, window)) & (key >= sinks)
     if own_NT is not None:
         in_tail = in_tail | ((query < 0) & own_NT)
     in_sink = torch.arange(sinks, device=key.device) <= query
@@ -344,7 +337,6 @@ class WindowKeys(_Buffers):
     def __init__(self, window: Window) -> None:
         super().__init__()
         self.window = window
-        self._one_by_one = replace(window, chunk=1)
         self._pending: _Pair | None = None
         # In batches with padding: which pending tokens are text, how many stored ones are, and the slots' positions.
         self._real_BP: Tensor | None = None
@@ -354,7 +346,7 @@ class WindowKeys(_Buffers):
 
     @property
     def _kept(self) -> int:
-        return kept_by_window(self.tokens, self.window.sink, self.window.recent, self.window.block)
+        return kept_by_window(self.tokens, *astuple(self.window))
 
     @property
     def pending(self) -> int:
@@ -377,10 +369,15 @@ class WindowKeys(_Buffers):
 
     @property
     def aligned(self) -> bool:
-        """True if no token is pending, all tokens are text and the window has no blocks, so that a single query sees
-        all `keys`.
+        """True if no token is pending, all tokens are text and the window has no blocks or chunks, so that a single
+        query sees all `keys`.
         """
-        return self._pending is None and self._counts_B is None and self.window.block == 1
+        return self._pending is None and self._counts_B is None and self._all_seen
+
+    @property
+    def _all_seen(self) -> bool:
+        """True if the newest token sees all slots: each token replaces the one that leaves the window."""
+        return self.window.last == self.window.recent
 
     def add(self, key_BKND: Tensor, value_BKND: Tensor, heads: Tensor | None = None, *, wait: bool) -> None:
         """Add new tokens; ``heads`` (K,) selects KV heads of the tensors, and None takes all. With ``wait`` they stay
@@ -431,25 +428,21 @@ class WindowKeys(_Buffers):
         scale: float,
         terms: ScoreTerms = PLAIN,
         seen_BNS: Tensor | None = None,
-        *,
-        chunks: bool = True,
     ) -> Tensor:
         """Return the output (B, K, G, N, Dv) of the queries of the newest tokens; the bias of ``terms`` covers all
         tokens. ``seen_BNS`` (B or 1, 1, S) marks the keys that a single query sees, None all; queries of pending tokens
-        see all text before them. ``chunks`` reads the tokens of this pass in the window's chunks, not one by one.
+        see all text before them.
         """
         assert self._buffers is not None
         if self._pending is not None:
-            N = query_BKGND.shape[3]
-            tail_start, tail, rows = self._tail(N)
+            tail_start, tail, rows = self._tail(query_BKGND.shape[3])
             return window_attention(
                 query_BKGND,
                 self._sink(),
                 tail,
-                self.window if chunks else self._one_by_one,
+                self.window,
                 scale,
                 tail_start=tail_start,
-                first_step=self.tokens + self.pending - N,
                 rows=rows,
                 terms=terms,
             )
@@ -457,10 +450,13 @@ class WindowKeys(_Buffers):
         seen, W = None, key.shape[2]
         if self._counts_B is not None:
             seen = (torch.arange(W, device=key.device) < self._counts_B[:, None])[:, None]
-        if self.window.block > 1:  # a new block replaces an old one token by token
-            last = self.tokens - 1 if self._counts_B is None else self._counts_B[:, None] - 1
-            index, first = self._indices(W, self.tokens), torch.as_tensor(last, device=key.device)
-            shown = (index >= first_of_last(first, self._one_by_one)) | (index < self.window.first)
+        if not self._all_seen:  # new tokens replace a block that has left the window token by token
+            index, counts = self._indices(W, self.tokens), self._counts_B
+            if counts is None:
+                shown = index >= first_of_last(self.tokens - 1, self.window)
+            else:
+                shown = index >= first_of_last(counts[:, None] - 1, self.window)
+            shown = shown | (index < self.window.first)
             seen = shown[:, None] if seen is None else seen & shown[:, None]
         if terms.bias is not None or seen_BNS is not None:
             if self._position_BW is not None:
@@ -617,7 +613,6 @@ class WindowKeys(_Buffers):
         rows = RowsOfTail(
             key_BT=torch.cat([index, torch.where(self._real_BP, newest, -1)], 1),
             query_BN=newest[:, P - queries :],
-            first_step_B1=newest[:, P - queries, None] + (~self._real_BP[:, P - queries, None]).long(),
             sink_at_BS=torch.where(missing < 0, stored_at, C + self._pending_at(missing)),
             tail_at_BT=torch.cat([self._position_BW.gather(1, slots), pending_at], 1),
             gaps=self._gaps,

@@ -76,9 +76,9 @@ class DamagePool(PromptPool):
         if self.pool.staged:
             return self.one_by_one(requests, window, {head: (head,) for head in heads})
         shortest = min(len(request.ids) for request in requests)
-        if shortest <= window.width:  # its damage is 0, and the derivative cannot estimate it
+        if shortest <= window.covers:  # its damage is 0, and the derivative cannot estimate it
             raise SequenceError(
-                f"the shortest prompt has {shortest} tokens (at least {window.width + 1}, one more than the window). "
+                f"the shortest prompt has {shortest} tokens (at least {window.covers + 1}, one more than the window). "
                 "Give longer prompts, or lower `recent`"
             )
 
@@ -188,7 +188,7 @@ def _readers(lm: LoadedModel, _: None) -> dict[KvHead, list[tuple[int, int]]]:
 def read_prompts(config: PlanConfig, identity: ModelIdentity) -> list[Prompts]:
     """Return the texts of a measurement, and the prompts of each family of recall tasks."""
     tokens = config.longest(identity)
-    prompts = [text_prompts(config.corpus, identity, tokens, config.sequences, config.windows[-1].width)]
+    prompts = [text_prompts(config.corpus, identity, tokens, config.sequences, config.windows[-1].covers)]
     if config.recall_prompts:
         prompts += recall_prompts(identity, tokens, config.recall_prompts, config.seed)
     return prompts

@@ -2,8 +2,7 @@
 
 *Forward*: window masks in the scored pass; every token, of the context too, sees what the plan keeps. *Decode*: the
 context is read with full attention, the cache evicts keys, and the rest is read from it. A likelihood in one pass would
-not show an eviction, so an arm names its mode. Plans for a serving engine read what it takes for a prompt in chunks:
-the whole text in forward, the context in decode, where the tokens after it are steps of their own.
+not show an eviction, so an arm names its mode. With a plan for a serving engine, forward is what the engine computes.
 """
 
 from __future__ import annotations
@@ -106,12 +105,9 @@ def _kv_shares(plan: HeadPlan) -> tuple[tuple[int, float], ...]:
     )
 
 
-def narrowest_window(kept: KeptKeys, *, chunks: bool = False) -> int | None:
-    """Return the fewest tokens that a reduced KV head keeps, or shows in a text that is read in ``chunks``; None if all
-    KV heads keep all tokens.
-    """
-    windows = [window for _, _, window in kept.windows]
-    return min((max(each.width, each.chunk if chunks else 1) for each in windows), default=None)
+def narrowest_window(kept: KeptKeys) -> int | None:
+    """Return the tokens of the longest text in which reduced KV heads show all keys; None if all KV heads keep all."""
+    return min((window.covers for _, _, window in kept.windows), default=None)
 
 
 def window_notes(arms: Sequence[Arm], requests: Iterable[Request | GenerationRequest]) -> list[str]:
@@ -121,7 +117,7 @@ def window_notes(arms: Sequence[Arm], requests: Iterable[Request | GenerationReq
     for arm in arms:
         if arm.kind is not ArmKind.PLAN or not isinstance(arm.intervention, KvWindows | KvEviction):
             continue
-        narrowest = narrowest_window(arm.intervention.kept, chunks=isinstance(arm.intervention, KvWindows))
+        narrowest = narrowest_window(arm.intervention.kept)
         if narrowest is None:
             notes.append(f"{arm.name} keeps all tokens of all KV heads: it equals the baseline")
             continue

@@ -4,8 +4,8 @@ An estimate at one head at a time may rank neighbours wrongly, and the losses of
 each head near the budget's edge is flipped, with all others as they are, and exchanges are tried, on a few of the
 prompts. The best exchanges are measured on all prompts, and the best one is made, as long as that lowers the loss by
 more than its standard error. The loss of the plan is measured on held-out prompts. In a plan by layer, a "head" below
-is a layer, named by its first KV head. Every token sees its window, as decoded ones do, in whole blocks if the plan has
-them; a chunk of a prompt, whose tokens see each other, would show a smaller loss.
+is a layer, named by its first KV head. Windows are in whole blocks if the plan has them, but
+without its chunks, which only widen them; the loss of the finished plan is that of both.
 
 Shapes: C candidate KV heads, or layers.
 """
@@ -278,7 +278,7 @@ def _plan(
         wanted = _heads_of(measurement, scores, count) if isinstance(budget, LossLimit) else budget
         better = _allocated(measurement, scores, wanted, windows)
         # Another choice of doubtful heads may exceed a limit that the first one keeps.
-        if not isinstance(budget, LossLimit) or _keeps(budget, measurement, KeptKeys.of_plan(better, decoded=True)):
+        if not isinstance(budget, LossLimit) or _keeps(budget, measurement, KeptKeys.of_plan(better)):
             plan = replace(better, notes=(note, *better.notes))
     return _with_loss(measurement, plan, budget)
 
@@ -381,7 +381,7 @@ def _searched(
 
 
 def _with_loss(measurement: Measurement, plan: HeadPlan, budget: BudgetRequest | LossLimit) -> HeadPlan:
-    kept = KeptKeys.of_plan(plan, decoded=True)
+    kept = KeptKeys.of_plan(plan)
     increases: dict[str, float] = {each.task: 0.0 for each in measurement.held_out}
     if kept.windows:
         increases = _increases(measurement, measurement.held_out, kept)

@@ -124,8 +124,8 @@ class PlanConfig:
         granularity: ``layer`` measures windows on whole layers, one layer at a time.
         block: Tokens of a block of the serving engine, as in a `HeadPlan`; windows are measured in whole blocks. None
             keeps single tokens.
-        chunk: Tokens of a prompt that the engine reads at a time, for the plan's file; no part of the measurement, in
-            which every token sees its window. None reads a prompt as it decodes.
+        chunk: Tokens that see the same window, as in a `HeadPlan`; only the finished plan is measured with it, because
+            it widens windows. None gives each token its own.
         seed: Seed of the recall prompts.
         batch_tokens: Tokens of one pass, padding included.
 
@@ -165,9 +165,10 @@ class PlanConfig:
     batch_tokens: Count = BATCH_TOKENS
 
     def __post_init__(self) -> None:
-        from headscan.analysis.plans import PlanError
+        from headscan.analysis.plans import PlanError, check_chunk
 
         check_limits(self, PlanError)
+        check_chunk(self.chunk, self.block)
         for name in ("recents", "gates"):
             if not getattr(self, name):
                 raise PlanError(f"`{name}` is empty (limit 1 value). Set `{name}`")

@@ -27,9 +27,9 @@ class PlainHead:
     sink: int | None = None
     recent: int | None = None
 
-    def kept_tokens(self, tokens: int, block: int | None = None) -> int:
+    def kept_tokens(self, tokens: int, block: int | None = None, chunk: int | None = None) -> int:
         """Return how many of ``tokens`` tokens the head keeps, without blocks."""
-        assert block is None
+        assert block is chunk is None
         if self.action == "full":
             return tokens
         return min(tokens, (self.sink or 0) + (self.recent or 0))
