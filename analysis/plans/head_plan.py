@@ -252,11 +252,7 @@ def check_chunk(chunk: int | None, block: int | None) -> None:
 
 
 def layer_bytes(
-    model: PlannedModel,
-    heads: Sequence[PlannedHead],
-    tokens: int,
-    block: int | None = None,
-    chunk: int | None = None,
+    model: PlannedModel, heads: Sequence[PlannedHead], tokens: int, block: int | None = None, chunk: int | None = None
 ) -> dict[int, int]:
     """Return the bytes of one sequence's cache after ``tokens`` tokens by layer, if ``heads`` decide, with the sizes of
     a `HeadPlan`.

@@ -204,9 +204,7 @@ def _rounded_down(index: _Index, size: int) -> _Index:
     return index if size == 1 else index // size * size
 
 
-def _seen(
-    sinks: int, key_BT: Tensor, query_BN: Tensor, window: Window, own_NT: Tensor | None = None
-) -> Tensor:
+def _seen(sinks: int, key_BT: Tensor, query_BN: Tensor, window: Window, own_NT: Tensor | None = None) -> Tensor:
     """Return which sink keys, then which keys of the tail, queries see, by their indices: (B or 1, N, S + T). A query
     before its text sees its own key, which ``own_NT`` marks, because attention to no key would be NaN and spread to
     later layers.
@@ -423,11 +421,7 @@ class WindowKeys(_Buffers):
             self._counts_B = self._counts_B + real_BN[:, 0]
 
     def attend(
-        self,
-        query_BKGND: Tensor,
-        scale: float,
-        terms: ScoreTerms = PLAIN,
-        seen_BNS: Tensor | None = None,
+        self, query_BKGND: Tensor, scale: float, terms: ScoreTerms = PLAIN, seen_BNS: Tensor | None = None
     ) -> Tensor:
         """Return the output (B, K, G, N, Dv) of the queries of the newest tokens; the bias of ``terms`` covers all
         tokens. ``seen_BNS`` (B or 1, 1, S) marks the keys that a single query sees, None all; queries of pending tokens
@@ -437,14 +431,7 @@ class WindowKeys(_Buffers):
         if self._pending is not None:
             tail_start, tail, rows = self._tail(query_BKGND.shape[3])
             return window_attention(
-                query_BKGND,
-                self._sink(),
-                tail,
-                self.window,
-                scale,
-                tail_start=tail_start,
-                rows=rows,
-                terms=terms,
+                query_BKGND, self._sink(), tail, self.window, scale, tail_start=tail_start, rows=rows, terms=terms
             )
         key, value = self.keys, self.values
         seen, W = None, key.shape[2]

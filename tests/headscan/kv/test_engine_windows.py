@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +21,13 @@ from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import kv_damages_by_sequence
 from headscan.kv.kv_windows import KvEviction, KvWindows
 from headscan.kv.plan_cache import PlanCache
+from headscan.kv.window_keys import first_of_last
 from tests.headscan.kv.cache_plans import DROP, FULL, PlainPlan, error, explicit_logits, in_chunks, plan_of, some_ids
 from tests.small_models import make_loaded
+
+
+#: The rule of the vLLM plugin, which imports nothing else.
+SERVED = Path(__file__).parents[3] / "serving/vllm/headscan_vllm/served_plan.py"
 
 
 def sees(query: int, key: int, sink: int, recent: int, block: int, chunk: int) -> bool:
@@ -86,7 +94,7 @@ def test_an_evicted_context(seed: int) -> None:
     assert error(found, expected_logits(lm, plan, ids, context)) <= 1e-6
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("padding", ["left", "inside", "right"])
 def test_rows_with_padding_have_the_positions_of_their_own_text(seed: int, padding: str) -> None:
     lm, plan = make_loaded("llama", dtype=torch.float64), random_engine_plan(300 + seed)
@@ -206,6 +214,27 @@ def test_slots_suffice_for_every_window(seed: int) -> None:
     assert not hidden or min(hidden) == window.covers + 1
 
 
+@pytest.mark.skipif(not SERVED.exists(), reason="the plugin is not in this tree")
+@pytest.mark.parametrize("seed", range(30))
+def test_the_plugin_for_vllm_has_the_same_rule(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_from_file_location("served_plan", SERVED)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    draw = random.Random(seed)
+    block = draw.choice((1, 2, 3, 8, 16))
+    chunk = draw.choice((None, block, 3 * block))
+    window = Window(draw.randrange(9), draw.randrange(1, 40), block, chunk or 1)
+    served = module.ServedPlan({}, ((window.sink, window.recent),), ((1,),), block, chunk).rule(1, block)
+    assert served.sink == window.first
+    most = 0
+    for at in range(300):
+        assert served.start(at) == max(window.first, first_of_last(at, window))
+        most = max(most, sum(sees(at, key, window.sink, window.recent, block, chunk or 1) for key in range(at + 1)))
+    assert most == served.most_tokens <= window.width
+
+
 def test_damage_is_that_of_whole_blocks() -> None:
     lm, ids = make_loaded("llama"), some_ids(2, 60)
     wide = kv_damages_by_sequence(lm, ids, sink=3, recent=8, block=1)
@@ -223,7 +252,9 @@ def test_wrong_sizes(sizes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("block", "chunk"), [(16, 500), (16, 8), (3, 2)])
 def test_chunks_are_whole_blocks(block: int, chunk: int) -> None:
     plan = replace(plan_of([[("window", 2, 7), FULL]] * 3), block=block, chunk=chunk)
-    with pytest.raises(PlanMismatchError, match=rf"`chunk={chunk}` of a plan \(limit 1, or a multiple of `block={block}`"):
+    with pytest.raises(
+        PlanMismatchError, match=rf"`chunk={chunk}` of a plan \(limit 1, or a multiple of `block={block}`"
+    ):
         PlanCache(plan)
     for sizes in ((block, 1), (block, None), (None, chunk), (block, 4 * block)):
         PlanCache(replace(plan, block=sizes[0], chunk=sizes[1]))
