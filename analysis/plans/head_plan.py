@@ -272,7 +272,8 @@ def planned_bytes(plan: HeadPlan, tokens: int) -> int:
     """Return the bytes of one sequence's KV cache after ``tokens`` tokens with a plan; exact.
 
     Full heads keep all tokens, window heads ``min(tokens, sink + recent)``, dropped heads none, sliding layers at most
-    their own bound. A plan with blocks counts whole ones, and one with chunks the tokens that the last one sees. `planned_layer_bytes` gives the same by layer.
+    their own bound. A plan with blocks counts whole ones, and one with chunks the tokens that the last one sees.
+    `planned_layer_bytes` gives the same by layer.
     """
     return sum(planned_layer_bytes(plan, tokens).values())
 

@@ -5,10 +5,10 @@ A query at position ``p`` sees the ``sink`` first keys of its text, and the keys
 are linear in the length, and the result is differentiable.
 
 A token's index in its own text, without padding, decides its slot: slot ``r`` for the ``first`` tokens of the window,
-then ``first + (r - first) % last``. So a new token replaces one that has left the window, and nothing moves. The slots are allocated as the text grows, so a window that is wider than the text costs
-no more than a full head.
+then ``first + (r - first) % last``. So a new token replaces one that has left the window, and nothing moves. The slots
+are allocated as the text grows, so a window that is wider than the text costs no more than a full head.
 
-Shapes: B sequences, N queries or new tokens, S tokens so far or sink keys, T other keys, W slots (sink + recent at
+Shapes: B sequences, N queries or new tokens, S tokens so far or sink keys, T other keys, W slots (first + last at
 most), K KV heads, G query heads per KV head, D and Dv widths of a key and of a value.
 """
 

@@ -126,8 +126,8 @@ class Plan(OptionalModelVerb, RunVerb):
     chunk: Annotated[
         int | None,
         Option(
-            "tokens that see the window of the first of them, a multiple of the block (default: each token sees its own "
-            "window)",
+            "tokens that see the window of the first of them, a multiple of the block (default: each token sees its "
+            "own window)",
             metavar="TOKENS",
             least=1,
         ),

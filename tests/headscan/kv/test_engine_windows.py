@@ -25,7 +25,6 @@ from headscan.kv.window_keys import first_of_last
 from tests.headscan.kv.cache_plans import DROP, FULL, PlainPlan, error, explicit_logits, in_chunks, plan_of, some_ids
 from tests.small_models import make_loaded
 
-
 #: The rule of the vLLM plugin, which imports nothing else.
 SERVED = Path(__file__).parents[3] / "serving/vllm/headscan_vllm/served_plan.py"
 
