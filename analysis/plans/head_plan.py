@@ -311,8 +311,11 @@ def check_model(
         compared = True
         if ours != theirs:
             detail = "" if what == "head grid" else f" {ours}, this model has {theirs}"
+            # The hash is that of the files; comparing the contents of large models would take minutes.
+            same = "; or if these weights are only stored in other files, set model.weights_hash of the plan to null"
             raise PlanError(
                 f"the plan was made for {plan.model.name} with another {what}{detail}. Make a plan for this model"
+                f"{same if what == 'weights hash' else ''}"
             )
     if not compared:
         raise PlanError(
