@@ -181,7 +181,8 @@ def test_values_wider_than_keys_have_windows() -> None:
     query, key, value = (torch.randn(1, heads, 30, width) for heads, width in ((4, 4), (2, 4), (2, 6)))
     call = ScoredCall(query.requires_grad_(), key, value, 0.5, causal=True)
     near = gate_gradients._near(call, Window(SINK, RECENT), MaskReader())
-    narrow = gate_gradients._near(ScoredCall(query, key, value[..., :4], 0.5, causal=True), Window(SINK, RECENT))
+    narrow_call = ScoredCall(query, key, value[..., :4], 0.5, causal=True)
+    narrow = gate_gradients._near(narrow_call, Window(SINK, RECENT), MaskReader())
     torch.testing.assert_close(near[..., :4], narrow)
     assert near.requires_grad and gate_gradients._output(call).shape == near.shape
 
