@@ -12,6 +12,8 @@ from headscan.analysis.plans.allocate import make_plan as make_plan
 from headscan.analysis.plans.allocate import random_plan as random_plan
 from headscan.analysis.plans.allocate import store_scores as store_scores
 from headscan.analysis.plans.head_plan import HeadPlan as HeadPlan
+from headscan.analysis.plans.head_plan import check_chunk as check_chunk
+from headscan.analysis.plans.head_plan import check_is_plan as check_is_plan
 from headscan.analysis.plans.head_plan import check_model as check_model
 from headscan.analysis.plans.head_plan import load_plan as load_plan
 from headscan.analysis.plans.head_plan import plan_schema as plan_schema

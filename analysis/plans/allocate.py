@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from headscan.analysis.plans.head_plan import HeadPlan, layer_bytes
+from headscan.analysis.plans.head_plan import HeadPlan, check_chunk, check_is_plan, layer_bytes
 from headscan.analysis.plans.keep_scores import (
     RANDOM_SCORE,
     KeepScores,
@@ -59,6 +59,8 @@ def allocate(
     recent: int = DEFAULT_RECENT,
     windows: Mapping[KVHead, tuple[int, int]] | None = None,
     removable: Mapping[KVHead, str] | None = None,
+    block: int | None = None,
+    chunk: int | None = None,
     validation: Mapping[str, Any] | None = None,
     notes: Sequence[str] = (),
 ) -> HeadPlan:
@@ -72,6 +74,8 @@ def allocate(
         windows: Other widths (sink, recent) by (layer, KV head), for heads that get a window; None uses one width.
         removable: Verdict by (layer, KV head) whose query heads were all shown removable; these heads are dropped, and
             the budget distributes windows among the others. None drops no head.
+        block: Tokens of a block of the engine that serves the plan, as in `HeadPlan`; None keeps single tokens.
+        chunk: Tokens that see the same window, as in `HeadPlan`; None gives each token its own.
         validation: Benchmark result of this plan, which JSON can hold; None if not validated.
         notes: More notes for the plan.
 
@@ -95,6 +99,10 @@ def allocate(
             raise PlanError(
                 f"layer {place[0]}, KV head {place[1]} is dropped without a verdict. Name the verdict in `removable`"
             )
+    for name, size in (("block", block), ("chunk", chunk)):
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise PlanError(f"`{name}={size!r}` (limit a whole number from 1 on, or None). Change `{name}`")
+    check_chunk(chunk, block)
     _check_width(scores, sink, recent)
     for width in set((windows or {}).values()):
         _check_width(scores, *width)
@@ -105,7 +113,7 @@ def allocate(
             )
     order = [place for place in scores.order if place not in dropped]
     widths = {place: (windows or {}).get(place, (sink, recent)) for place in order}
-    steps = WindowSteps(model, order, widths, dropped, scores.granularity)
+    steps = WindowSteps(model, order, widths, dropped, scores.granularity, block, chunk)
     count = budget.window_count(steps)
     heads = _planned_heads(scores, set(order[:count]), widths, dropped)
     more = () if count or dropped else ("no head gets a window: the full cache fits the budget",)
@@ -118,18 +126,26 @@ def allocate(
         score=scores.score,
         heads=heads,
         query_heads=scores.query_heads,
-        budget=savings(model, heads, budget),
+        budget=savings(model, heads, budget, block, chunk),
         validation=validation,
         notes=(*more, *notes, *scores.notes),
+        block=block,
+        chunk=chunk,
     )
 
 
-def savings(model: PlannedModel, heads: Sequence[PlannedHead], request: BudgetRequest) -> Budget:
+def savings(
+    model: PlannedModel,
+    heads: Sequence[PlannedHead],
+    request: BudgetRequest,
+    block: int | None = None,
+    chunk: int | None = None,
+) -> Budget:
     """Return the savings of planned heads at `budget_lengths`, and at the lengths of the request."""
 
     def at(tokens: int) -> LengthBudget:
-        whole = sum(layer.cache_bytes(tokens) for layer in model.layers)
-        planned = sum(layer_bytes(model, heads, tokens).values())
+        whole = model.cache_bytes(tokens, block)
+        planned = sum(layer_bytes(model, heads, tokens, block, chunk).values())
         return LengthBudget(tokens, whole, planned, whole - planned, (whole - planned) / whole)
 
     windows, dropped = (sum(head.action == action for head in heads) for action in ("window", "drop"))
@@ -186,6 +202,7 @@ def random_plan(plan: HeadPlan, seed: int) -> HeadPlan:
     Actions and widths change places only among heads of the same bytes per token, or in a plan by layer among such
     layers, so the cache has the same size at every length. Protected heads keep their full cache, as in ``plan``.
     """
+    check_is_plan(plan)
     by_unit: dict[KVHead, list[PlannedHead]] = defaultdict(list)
     for head in plan.heads:
         if head.head_class != "protected":
@@ -270,6 +287,8 @@ def make_plan(
     seed: int = 0,
     granularity: Granularity = "kv_head",
     removable: Mapping[tuple[int, int], str] | None = None,
+    block: int | None = None,
+    chunk: int | None = None,
     validation: Mapping[str, Any] | None = None,
 ) -> HeadPlan:
     """Make a plan from a run in a store.
@@ -288,6 +307,8 @@ def make_plan(
         granularity: ``layer`` gives windows to whole layers, by the largest keep-score of their KV heads; method
             ``random`` draws one number for each layer.
         removable: KV heads to drop, with the verdict; see `allocate`. None drops no head.
+        block: Tokens of a block of the serving engine, as in `HeadPlan`; None keeps single tokens.
+        chunk: Tokens that see the same window, as in `HeadPlan`; None gives each token its own.
         validation: Benchmark result of this plan, which JSON can hold; None if not validated.
 
     Raises:
@@ -316,5 +337,7 @@ def make_plan(
         sink=DEFAULT_SINK if sink is None else sink,
         recent=DEFAULT_RECENT if recent is None else recent,
         removable=removable,
+        block=block,
+        chunk=chunk,
         validation=validation,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from stat import S_ISREG
@@ -26,18 +27,23 @@ from headscan.analysis.plans.plan_records import (
     PlannedModel,
     PlanRecord,
     PlanSource,
+    Positive,
     QueryHead,
     Rows,
     plan_error,
     shown,
 )
 from headscan.analysis.store.output_files import write_text
+from headscan.catalog import is_chunk
 from headscan.errors import check_type, first_line
 
 FORMAT = "headscan-head-plan"
 
 #: Increase with every change of the fields; the reader refuses other versions.
 VERSION = 4
+
+#: Fields that only plans for serving engines have, so that other plans keep their text.
+_OF_ENGINES = ("block", "chunk")
 
 #: Most levels of nested values in `validation`.
 _MOST_LEVELS = 32
@@ -71,6 +77,12 @@ class HeadPlan(PlanRecord):
         query_heads: Their numbers, in order of layer and query head.
         validation: Benchmark result of this plan (task, mode, before and after, controls); None if not validated.
         notes: Limitations of the evidence.
+        block: Tokens of a block of the KV cache of the engine that serves the plan. First and last tokens are kept in
+            whole blocks: the blocks of the first ``sink`` tokens, and those from the one on that holds the first of
+            the last ``recent`` tokens. None keeps single tokens.
+        chunk: Tokens that see the same window, 1 or whole blocks: those whose positions begin with a multiple of
+            ``chunk`` see the window of the first of them, and each other until themselves. None gives each token its
+            own.
     """
 
     model: PlannedModel
@@ -84,9 +96,12 @@ class HeadPlan(PlanRecord):
     budget: Budget
     validation: Annotated[Mapping[str, Any] | None, AfterValidator(_check_plain)]
     notes: Rows[str]
+    block: Positive | None = None
+    chunk: Positive | None = None
 
     def __post_init__(self) -> None:
         self._check_count()
+        check_chunk(self.chunk, self.block)
         places = [(head.layer, head.kv_head) for head in self.heads]
         expected = [(layer.layer, k) for layer in self.model.layers for k in range(layer.num_key_value_heads)]
         if places != expected:
@@ -166,6 +181,8 @@ class HeadPlan(PlanRecord):
             lines[0] = f"{windowed} of {len(self.model.layers)} layers with attention: {lines[0]}"
         if budget.dropped_heads:
             lines[0] = lines[0].replace("; the others", f", {budget.dropped_heads} keep none; the others")
+        if self.block is not None or self.chunk is not None:
+            lines.append(f"for an engine with {self.engine_text()}")
         lines += [
             f"at {length.tokens:,} tokens: {length.kv_bytes / 2**20:,.1f} MiB of KV cache become"
             f" {length.planned_bytes / 2**20:,.1f} MiB ({length.saved_share:.1%} saved)"
@@ -185,10 +202,17 @@ class HeadPlan(PlanRecord):
 
         return f"{span(sinks)} first and {span(recents)} last tokens"
 
+    def engine_text(self) -> str:
+        """Return blocks and chunks of the serving engine in words."""
+        parts = (("blocks", self.block), ("chunks", self.chunk))
+        return " and ".join(f"{what} of {tokens} tokens" for what, tokens in parts if tokens is not None)
+
     def to_json(self) -> str:
         """Return the text of ``head_plan.json``, with one line per head and per other field."""
         lines = []
         for key, value in {"format": FORMAT, "version": VERSION, **to_jsonable_python(self)}.items():
+            if key in _OF_ENGINES and value is None:
+                continue
             if key in ("heads", "query_heads"):
                 rows = ",\n".join("  " + json.dumps(row, allow_nan=False) for row in value)
                 lines.append(f"{json.dumps(key)}: [\n{rows}\n]")
@@ -216,15 +240,31 @@ def _contradiction(head: PlannedHead, *, full: bool) -> str | None:
     return None
 
 
-def layer_bytes(model: PlannedModel, heads: Sequence[PlannedHead], tokens: int) -> dict[int, int]:
-    """Return the bytes of one sequence's cache after ``tokens`` tokens by layer, if ``heads`` decide."""
+def check_is_plan(plan: object) -> None:
+    """Raise PlanError if an object is no plan, such as the path of its file."""
+    if not isinstance(plan, HeadPlan):
+        raise PlanError(f"`plan={reprlib.repr(plan)}` is no HeadPlan. Read it with load_plan")
+
+
+def check_chunk(chunk: int | None, block: int | None) -> None:
+    """Raise PlanError if windows in blocks cannot have chunks of so many tokens."""
+    if not is_chunk(chunk, block):
+        raise PlanError(f"`chunk={chunk}` (limit 1, or a multiple of `block={block}`). Change `chunk`")
+
+
+def layer_bytes(
+    model: PlannedModel, heads: Sequence[PlannedHead], tokens: int, block: int | None = None, chunk: int | None = None
+) -> dict[int, int]:
+    """Return the bytes of one sequence's cache after ``tokens`` tokens by layer, if ``heads`` decide, with the sizes of
+    a `HeadPlan`.
+    """
     kept: dict[int, int] = {}
     for head in heads:
-        kept[head.layer] = kept.get(head.layer, 0) + head.kept_tokens(tokens)
+        kept[head.layer] = kept.get(head.layer, 0) + head.kept_tokens(tokens, block, chunk)
     return {
         layer.layer: kept.get(layer.layer, 0) * layer.kv_bytes
         if layer.type == "full" and layer.kv_bytes is not None
-        else layer.cache_bytes(tokens)
+        else layer.cache_bytes(tokens, block)
         for layer in model.layers
     }
 
@@ -233,14 +273,16 @@ def planned_bytes(plan: HeadPlan, tokens: int) -> int:
     """Return the bytes of one sequence's KV cache after ``tokens`` tokens with a plan; exact.
 
     Full heads keep all tokens, window heads ``min(tokens, sink + recent)``, dropped heads none, sliding layers at most
-    their own bound. `planned_layer_bytes` gives the same by layer.
+    their own bound. A plan with blocks counts whole ones, and one with chunks the tokens that the last one sees.
+    `planned_layer_bytes` gives the same by layer.
     """
     return sum(planned_layer_bytes(plan, tokens).values())
 
 
 def planned_layer_bytes(plan: HeadPlan, tokens: int) -> dict[int, int]:
     """Return the bytes of `planned_bytes` by layer."""
-    return layer_bytes(plan.model, plan.heads, tokens)
+    check_is_plan(plan)
+    return layer_bytes(plan.model, plan.heads, tokens, plan.block, plan.chunk)
 
 
 def check_model(
@@ -254,6 +296,7 @@ def check_model(
     """Raise PlanError if a plan was made for another model. ``grid`` has one mapping per attention site, as in
     ``runs.grid``; only self-attention is compared. An argument of None is not compared.
     """
+    check_is_plan(plan)
     compared = False
     shape = [tuple(getattr(layer, name) for name in _SHAPE) for layer in plan.model.layers]
     own_sites = [site for site in grid or () if site["site"] == "self"]
@@ -269,8 +312,11 @@ def check_model(
         compared = True
         if ours != theirs:
             detail = "" if what == "head grid" else f" {ours}, this model has {theirs}"
+            # The hash is that of the files; comparing the contents of large models would take minutes.
+            same = "; or if these weights are only stored in other files, set model.weights_hash of the plan to null"
             raise PlanError(
                 f"the plan was made for {plan.model.name} with another {what}{detail}. Make a plan for this model"
+                f"{same if what == 'weights hash' else ''}"
             )
     if not compared:
         raise PlanError(
@@ -312,7 +358,8 @@ def load_plan(path: str | Path) -> HeadPlan:
             " Make the plan again with `headscan plan`"
         )
     try:
-        return TypeAdapter(HeadPlan).validate_python({k: v for k, v in data.items() if k not in ("format", "version")})
+        fields = {k: v for k, v in data.items() if k not in ("format", "version")}
+        return TypeAdapter(HeadPlan).validate_python(dict.fromkeys(_OF_ENGINES) | fields)
     except ValidationError as error:
         raise plan_error(error, f"{path}: plan", _AGAIN) from error
     except PlanError as error:
@@ -337,5 +384,5 @@ def plan_schema() -> dict[str, Any]:
     """
     schema = TypeAdapter(HeadPlan).json_schema(mode="serialization")
     schema["properties"] = {"format": {"const": FORMAT}, "version": {"const": VERSION}} | schema["properties"]
-    schema["required"] = ["format", "version", *schema["required"]]
+    schema["required"] = ["format", "version", *(name for name in schema["required"] if name not in _OF_ENGINES)]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "headscan head plan"}

@@ -20,7 +20,7 @@ from headscan.analysis.plans.plan_records import (
     Share,
     SomeRows,
 )
-from headscan.catalog import head_count
+from headscan.catalog import head_count, kept_by_window, whole_blocks
 
 #: Sequence lengths at which a plan reports saved KV bytes: 4k, 32k and 128k.
 BUDGET_LENGTHS = (4096, 32768, 131072)
@@ -45,6 +45,8 @@ class WindowSteps:
         widths: Mapping[tuple[int, int], tuple[int, int]],
         dropped: Mapping[tuple[int, int], str],
         granularity: Granularity = "kv_head",
+        block: int | None = None,
+        chunk: int | None = None,
     ) -> None:
         self.counts = [0]
         for at, place in enumerate(order):
@@ -54,6 +56,7 @@ class WindowSteps:
         self._order = order
         self._widths = widths
         self._dropped = dropped
+        self._block, self._chunk = block, chunk
         self._bytes = {layer.layer: layer.kv_bytes or 0 for layer in model.layers}
 
     @property
@@ -68,10 +71,12 @@ class WindowSteps:
 
     def bytes_with(self, windows: int, tokens: int) -> int:
         """Return the bytes of one sequence's cache if the first ``windows`` candidates get a window."""
-        whole = sum(layer.cache_bytes(tokens) for layer in self._model.layers)
-        gone = sum(tokens * self._bytes[layer] for layer, _ in self._dropped)
+        whole = self._model.cache_bytes(tokens, self._block)
+        held = whole_blocks(tokens, self._block)
+        gone = sum(held * self._bytes[layer] for layer, _ in self._dropped)
         saved = sum(
-            max(0, tokens - sum(self._widths[place])) * self._bytes[place[0]] for place in self._order[:windows]
+            (held - kept_by_window(tokens, *self._widths[place], self._block, self._chunk)) * self._bytes[place[0]]
+            for place in self._order[:windows]
         )
         return whole - gone - saved
 

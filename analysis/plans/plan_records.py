@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from headscan.analysis.errors import AnalysisError
-from headscan.catalog import RECALL_FAMILIES
+from headscan.catalog import RECALL_FAMILIES, kept_by_window, whole_blocks
 
 #: What the KV cache of a layer holds. ``full``: a key and a value of every token for each KV head. ``sliding``: the
 #: same of the last tokens alone, by a window or in chunks. ``latent``: one vector a token for all heads (MLA).
@@ -147,9 +147,12 @@ class PlannedLayer(PlanRecord):
     kv_bytes: Count | None
     kv_shared_from: Count | None
 
-    def cache_bytes(self, tokens: int) -> int:
-        """Return the bytes of the layer's cache after ``tokens`` tokens of one sequence."""
-        return self.cache_bytes_per_token * (tokens if self.cache_tokens is None else min(tokens, self.cache_tokens))
+    def cache_bytes(self, tokens: int, block: int | None = None) -> int:
+        """Return the bytes of the layer's cache after ``tokens`` tokens of one sequence, in whole blocks of ``block``
+        tokens; None counts tokens.
+        """
+        kept = tokens if self.cache_tokens is None else min(tokens, self.cache_tokens)
+        return self.cache_bytes_per_token * whole_blocks(kept, block)
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -179,6 +182,10 @@ class PlannedModel(PlanRecord):
                     f" below {self.num_layers}). Make the plan again"
                 )
             after = layer.layer
+
+    def cache_bytes(self, tokens: int, block: int | None = None) -> int:
+        """Return the bytes of all layers; see `PlannedLayer.cache_bytes`."""
+        return sum(layer.cache_bytes(tokens, block) for layer in self.layers)
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -264,11 +271,11 @@ class PlannedHead(PlanRecord):
     recent: Positive | None
     evidence: Evidence
 
-    def kept_tokens(self, tokens: int) -> int:
-        """Return the number of tokens that the head keeps after ``tokens`` tokens."""
+    def kept_tokens(self, tokens: int, block: int | None = None, chunk: int | None = None) -> int:
+        """Return the number of tokens that the head keeps after ``tokens`` tokens, with the sizes of a `HeadPlan`."""
         if self.action == "window":
-            return min(tokens, (self.sink or 0) + (self.recent or 0))
-        return tokens if self.action == "full" else 0
+            return kept_by_window(tokens, self.sink or 0, self.recent or 0, block, chunk)
+        return whole_blocks(tokens, block) if self.action == "full" else 0
 
 
 @dataclass(frozen=True, config=CHECKED)

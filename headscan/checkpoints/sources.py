@@ -105,7 +105,19 @@ def config_hash(config: PreTrainedConfig) -> str:
     facts = config.to_dict()
     for volatile in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         facts.pop(volatile, None)
+    _set_defaults(facts)
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _set_defaults(facts: dict[str, Any]) -> None:
+    """Give settings that change no number their default, in nested configurations too. Their names stay, because stored
+    hashes have them.
+    """
+    for name, value in facts.items():
+        if name == "use_cache":
+            facts[name] = True
+        elif isinstance(value, dict):
+            _set_defaults(value)
 
 
 def code_files_hash(config: PreTrainedConfig, source: str, revision: str | None = None) -> str | None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import reprlib
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 from numbers import Integral
 from typing import Protocol
 
+from headscan.catalog import is_chunk, whole_blocks
 from headscan.errors import PlanMismatchError
 from headscan.grid import HeadGrid
 
@@ -33,7 +34,9 @@ class PlannedKvHead(Protocol):
 
 
 class KvHeadPlan(Protocol):
-    """A plan with an entry for every KV head, such as ``headscan.analysis.plans.HeadPlan``."""
+    """A plan with an entry for every KV head, such as ``headscan.analysis.plans.HeadPlan``. It may have ``block`` and
+    ``chunk``, the sizes of a serving engine as in `Window`; None means 1.
+    """
 
     @property
     def heads(self) -> Iterable[PlannedKvHead]: ...
@@ -49,13 +52,22 @@ class Window:
 
     ``DROPPED`` keeps none: the query heads that read the KV head output zero.
 
+    A serving engine keeps whole blocks of ``block`` tokens, and its tokens may see the window of the first one of their
+    ``chunk``. So the query at position ``p`` of its text sees the key at ``k <= p`` if ``k < first`` or
+    ``k >= start(p)``, in prompt and answer alike:
+
+        first = ceil(sink / block) * block
+        start(p) = floor((floor(p / chunk) * chunk - recent + 1) / block) * block
+
     Raises:
-        PlanMismatchError: ``sink`` or ``recent`` is no whole number, negative or too large, or ``recent`` is 0 and
-            ``sink`` is not.
+        PlanMismatchError: A number is no whole number, negative or too large, ``recent`` is 0 and ``sink`` is not,
+            ``block`` or ``chunk`` is 0, or ``chunk`` is neither 1 nor a multiple of ``block``.
     """
 
     sink: int
     recent: int
+    block: int = 1
+    chunk: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.sink, Integral) or not isinstance(self.recent, Integral):
@@ -66,16 +78,43 @@ class Window:
             raise PlanMismatchError(
                 f"window of a KV head: sink {self.sink}, recent {self.recent} (limit sink 0, recent 1). Widen it"
             )
+        for name, size in (("block", self.block), ("chunk", self.chunk)):
+            if not isinstance(size, Integral) or isinstance(size, bool) or not 1 <= size <= _MOST_TOKENS:
+                raise PlanMismatchError(f"`{name}={size!r}` of a plan (limit a whole number from 1 on). Change it")
+        if not is_chunk(self.chunk, self.block):
+            raise PlanMismatchError(
+                f"`chunk={self.chunk}` of a plan (limit 1, or a multiple of `block={self.block}`). Change it"
+            )
         if self.width > _MOST_TOKENS:
             raise PlanMismatchError(
-                f"window of a KV head: sink {self.sink}, recent {self.recent} (limit {_MOST_TOKENS} together). Narrow"
-                " it"
+                f"window of a KV head: sink {self.sink}, recent {self.recent} (limit {_MOST_TOKENS} together, with"
+                f" blocks of {self.block} and chunks of {self.chunk}). Narrow it"
             )
+
+    @property
+    def first(self) -> int:
+        """Number of first keys, in whole blocks."""
+        return whole_blocks(self.sink, self.block)
+
+    @property
+    def last(self) -> int:
+        """Largest number of last keys that a query sees, in whole blocks."""
+        return whole_blocks(self.recent - 1, self.block) + max(self.block, self.chunk) if self.recent else 0
 
     @property
     def width(self) -> int:
         """Largest number of keys in the window."""
-        return self.sink + self.recent
+        return self.first + self.last
+
+    @property
+    def covers(self) -> int:
+        """Tokens of the longest text in which every query sees all keys."""
+        return whole_blocks(self.first + self.block + self.recent - 1, self.chunk) if self.recent else 0
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """The window as stored numbers name it; blocks and chunks of one token are left out."""
+        return (self.sink, self.recent) if (self.block, self.chunk) == (1, 1) else astuple(self)
 
 
 DROPPED = Window(0, 0)
@@ -116,7 +155,11 @@ class KeptKeys:
 
     @classmethod
     def of_plan(cls, plan: KvHeadPlan) -> KeptKeys:
-        """Return the windows of a plan; raise PlanMismatchError if an action is unknown or a width is missing."""
+        """Return the windows of a plan; raise PlanMismatchError if it is none, an action is unknown or a width is
+        missing.
+        """
+        check_is_plan(plan)
+        block, chunk = (1 if size is None else size for size in engine_sizes(plan))
         kept = []
         for head in plan.heads:
             if head.action == "full":
@@ -124,7 +167,7 @@ class KeptKeys:
             if head.action == "drop":
                 kept.append((head.layer, head.kv_head, DROPPED))
             elif head.action == "window" and head.sink is not None and head.recent:
-                kept.append((head.layer, head.kv_head, Window(head.sink, head.recent)))
+                kept.append((head.layer, head.kv_head, Window(head.sink, head.recent, block, chunk)))
             else:
                 raise PlanMismatchError(
                     f"plan entry of layer {head.layer}, KV head {head.kv_head}: {head.action}, sink {head.sink}, recent"
@@ -181,7 +224,35 @@ class KeptKeys:
         return KeptKeys(tuple(each for each in self.windows if first <= each[0] < last))
 
 
-def checked_window(sink: int, recent: int) -> Window:
+def engine_sizes(plan: object) -> tuple[int | None, int | None]:
+    """Return tokens of a block and of a chunk of the engine that serves a plan; None if the plan states none."""
+    return getattr(plan, "block", None), getattr(plan, "chunk", None)
+
+
+#: Fields of a plan's entries that caches read.
+_ENTRY = ("layer", "kv_head", "action", "sink", "recent")
+
+
+def check_is_plan(plan: object) -> None:
+    """Raise PlanMismatchError if an object has no entries of KV heads, such as the path of a plan or the dict of its
+    file.
+    """
+    heads = getattr(plan, "heads", None)
+    if not isinstance(heads, Iterable) or isinstance(heads, str | bytes) or isinstance(plan, Mapping):
+        raise PlanMismatchError(
+            f"`plan={reprlib.repr(plan)}` is a {type(plan).__name__}, no plan. Read its file with"
+            " headscan.load_plan(path)"
+        )
+    for at, head in enumerate(heads):
+        missing = [name for name in _ENTRY if not hasattr(head, name)]
+        if missing:
+            raise PlanMismatchError(
+                f"entry {at} of the plan is a {type(head).__name__} without {', '.join(missing)}. Pass entries such as"
+                " those of headscan.load_plan(path)"
+            )
+
+
+def checked_window(sink: int, recent: int, block: int = 1) -> Window:
     if recent < 1 or sink < 0:
         raise PlanMismatchError(f"window of `sink={sink}`, `recent={recent}` (limit sink 0, recent 1). Widen it")
-    return Window(sink, recent)
+    return Window(sink, recent, block)

@@ -29,6 +29,7 @@ from headscan.gradients.losses import NextTokenLoss
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.kv.kept_keys import HeadGroup, Window, checked_window
 from headscan.kv.kv_windows import windowed
+from headscan.kv.padded_masks import MaskReader
 from headscan.kv.window_keys import windowed_output
 from headscan.layers.blocks import find_blocks
 from headscan.measure.collect import TokenIds, check_ids
@@ -111,6 +112,7 @@ def gate_gradients(
 @contextmanager
 def gated_attention(lm: LoadedModel, gates: Mapping[int, Tensor], window: Window) -> Iterator[None]:
     """Let KV heads of layers with gates (B, K) output ``gate * full + (1 - gate) * window``, differentiable."""
+    masks = MaskReader()
 
     def on_attention(site: AttentionSite, call: AttentionCall) -> Tensor:
         if not isinstance(call, ScoredCall):
@@ -123,7 +125,7 @@ def gated_attention(lm: LoadedModel, gates: Mapping[int, Tensor], window: Window
         full = _output(call)
         if site.layer not in gates:
             return full
-        near = _near(call, window)
+        near = _near(call, window, masks)
         # Some models show the keys once for every query head.
         gate_BH11 = gates[site.layer][:, list(site.kv_head_of), None, None].to(full.device)
         return (near + gate_BH11 * (full - near)).to(full.dtype)
@@ -132,11 +134,11 @@ def gated_attention(lm: LoadedModel, gates: Mapping[int, Tensor], window: Window
         yield
 
 
-def _near(call: ScoredCall, window: Window) -> Tensor:
+def _near(call: ScoredCall, window: Window, masks: MaskReader) -> Tensor:
     """Return the windowed output (B, H, N, Dv), differentiable."""
     if _plain(call):
         return _output(call, window)
-    return windowed(call, (HeadGroup(tuple(range(call.num_key_value_heads)), window),))
+    return windowed(call, (HeadGroup(tuple(range(call.num_key_value_heads)), window),), masks)
 
 
 def _plain(call: ScoredCall) -> bool:
@@ -155,7 +157,7 @@ def _output(call: ScoredCall, window: Window | None = None) -> Tensor:
     if call.window is not None and window is None:
         window = Window(0, call.window)
     if window is not None:
-        out = windowed_output(call.query_BHND, call.key_BKSD, value, window.sink, window.recent, call.scale)
+        out = windowed_output(call.query_BHND, call.key_BKSD, value, window, call.scale)
     else:
         out = _causal(replace(call, value_BKSD=value))
     return out[..., :Dv]
@@ -205,6 +207,7 @@ def kv_damages_by_sequence(
     gates: Sequence[float] = (0.5,),
     scored: Sequence[int] | None = None,
     heads: Sequence[KvHead] | None = None,
+    block: int = 1,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Tensor:
     """Estimate, for all KV heads at once, the loss increase if one KV head keeps only a window: float32 (B, L, K) in
@@ -223,9 +226,10 @@ def kv_damages_by_sequence(
         scored: Number of scored tokens of each sequence, its last ones; None scores all but the first.
         heads: KV heads to return; None returns all that can keep a window. All of them have gates either way, so the
             choice changes no number.
+        block: Tokens of a block of the KV cache, in which a serving engine keeps windows; see `Window`.
         batch_tokens: Tokens of one pass, padding included.
     """
-    window = checked_window(sink, recent)
+    window = checked_window(sink, recent, block)
     if not gates or not all(0 <= gate <= 1 for gate in gates):
         raise PlanMismatchError(f"`gates={tuple(gates)}` (limit 0 to 1, at least one). Change them")
     candidates = window_candidates(lm)
@@ -267,10 +271,10 @@ def kv_damages_by_sequence(
 
 def _longer_than(window: Window, lengths: Sequence[int]) -> list[int]:
     """Return the sequences that are longer than a window, by row; raise if none is, and warn if some are not."""
-    long = [row for row, length in enumerate(lengths) if length > window.width]
+    long = [row for row, length in enumerate(lengths) if length > window.covers]
     if not long:
         raise SequenceError(
-            f"the longest sequence has {max(lengths)} tokens (at least {window.width + 1}, one more than the window). "
+            f"the longest sequence has {max(lengths)} tokens (at least {window.covers + 1}, one more than the window). "
             "Give longer sequences, or lower `recent`"
         )
     if left_out := len(lengths) - len(long):
@@ -278,6 +282,6 @@ def _longer_than(window: Window, lengths: Sequence[int]) -> list[int]:
             "%d of %d sequences are not longer than the window of %d tokens and are left out",
             left_out,
             len(lengths),
-            window.width,
+            window.covers,
         )
     return long

@@ -22,6 +22,7 @@ from headscan.attention.hooks import attention_hook
 from headscan.errors import PlanMismatchError, UnsupportedModelError, check_type
 from headscan.grid import AttentionSite
 from headscan.kv.kept_keys import DROPPED, HeadGroup, KeptKeys, KvHeadPlan
+from headscan.kv.padded_masks import MaskReader
 from headscan.kv.plan_cache import PlanCache
 from headscan.kv.window_keys import seen_by_window, windowed_output
 from headscan.models.loaded_model import LoadedModel
@@ -63,10 +64,11 @@ class KvWindows(Intervention):
     def hooks(self, lm: LoadedModel, record: InterventionRecord) -> Iterator[None]:
         self.kept.check(lm.grid)
         groups = {site.layer: self.kept.groups(site.layer, site.num_key_value_heads) for site in lm.grid.sites}
+        masks = MaskReader()
 
         def on_attention(site: AttentionSite, call: AttentionCall) -> Tensor:
             record.note(site, _dropped(site, groups[site.layer]).expand(call.sequences, -1))
-            return windowed(call, _of_call(groups[site.layer], site, call.num_key_value_heads))
+            return windowed(call, _of_call(groups[site.layer], site, call.num_key_value_heads), masks)
 
         with attention_hook(lm, on_attention):
             yield
@@ -84,8 +86,10 @@ def _of_call(groups: tuple[HeadGroup, ...], site: AttentionSite, shown: int) -> 
     )
 
 
-def windowed(call: AttentionCall, groups: tuple[HeadGroup, ...]) -> Tensor:
-    """Return the output (B, H, N, Dv) of a call whose KV heads keep the keys in ``groups``."""
+def windowed(call: AttentionCall, groups: tuple[HeadGroup, ...], masks: MaskReader) -> Tensor:
+    """Return the output (B, H, N, Dv) of a call whose KV heads keep the keys in ``groups``; ``masks`` reads the mask,
+    which the layers of a pass share.
+    """
     if not isinstance(call, ScoredCall):
         raise UnsupportedModelError(
             "windows need a model whose attention shows its keys; this one computes its own weights. Load it with "
@@ -95,13 +99,14 @@ def windowed(call: AttentionCall, groups: tuple[HeadGroup, ...]) -> Tensor:
         return output_after(call)
     B, H, N, _ = call.query_BHND.shape
     K = call.num_key_value_heads
+    real_BS = None if call.mask is None else masks.read(call.mask, place=True).real_BS
     out = call.query_BHND.new_zeros(B, K, H // K, N, call.value_dim)
     for group in groups:
         if group.window == DROPPED:
             continue
         heads = _selection(group.kv_heads, 1, call.device)
         part = _of_kv_heads(call, group.kv_heads)
-        output = output_after(part) if group.window is None else _windowed(part, group)
+        output = output_after(part) if group.window is None else _windowed(part, group, real_BS)
         out[:, heads] = output.unflatten(1, (len(group.kv_heads), -1))
     return out.flatten(1, 2)
 
@@ -141,24 +146,20 @@ def _select(x: Tensor, heads: slice | Tensor) -> Tensor:
     return x[:, heads] if isinstance(heads, slice) else x.index_select(1, heads)
 
 
-def _windowed(call: ScoredCall, group: HeadGroup) -> Tensor:
+def _windowed(call: ScoredCall, group: HeadGroup, real_BS: Tensor | None) -> Tensor:
     window = group.window
     assert window is not None
     plain = call.mask is None and call.bias is None and call.softcap is None and call.sinks_BHN is None
     if plain:
         tensors = (call.query_BHND, call.key_BKSD, call.value_BKSD)
-        return windowed_output(*tensors, window.sink, window.recent, call.scale)
+        return windowed_output(*tensors, window, call.scale)
     queries, keys = call.geometry.queries, call.geometry.keys
-    mask, starts_B = call.mask, None
-    if mask is not None:
-        mask = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        # The last query sees every real key, so the first one that it sees is the first real token.
-        starts_B = mask[:, 0, -1].long().argmax(-1)
-    seen = seen_by_window(queries, keys, window.sink, window.recent, call.device, starts_B)[:, None]
-    bias = call.bias
-    if call.mask is not None and call.mask.dtype != torch.bool:
+    seen = seen_by_window(queries, keys, window, call.device, real_BS)[:, None]
+    mask, bias = call.mask, call.bias
+    if mask is not None and mask.dtype != torch.bool:
         # An additive mask may hold more than visibility, such as ALiBi.
-        bias = call.mask if bias is None else bias + call.mask
+        bias = mask if bias is None else bias + mask
+        mask = mask > torch.finfo(mask.dtype).min / 2
     return output_after(replace(call, mask=seen if mask is None else mask & seen, bias=bias))
 
 

@@ -9,7 +9,7 @@ free. Rotary positions stay those of the text.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -25,16 +25,18 @@ from transformers.cache_utils import (
 
 from headscan.attention.cache_attention import register
 from headscan.errors import PlanMismatchError
-from headscan.kv.kept_keys import KeptKeys, KvHeadPlan
-from headscan.kv.plan_layer import MaskReader, PlanLayer, PlanMixedLayer, Prefill
+from headscan.kv.kept_keys import KeptKeys, KvHeadPlan, engine_sizes
+from headscan.kv.padded_masks import MaskReader
+from headscan.kv.plan_layer import PlanLayer, PlanMixedLayer, Prefill
 
 
 class PlanCache(Cache):
     """A cache of transformers whose KV heads keep the tokens of a plan.
 
-    It works in greedy decoding, sampling, beam search and assisted decoding, in batches padded on the left, and with
-    a prompt read in chunks (``prefill_chunk_size`` of ``generate``), which bounds the peak memory too. The model must
-    compute attention with ``sdpa``. If that is not its default (soft caps, learned sinks), call
+    It works in greedy decoding, sampling, beam search and assisted decoding, and with a prompt read in chunks
+    (``prefill_chunk_size`` of ``generate``), which bounds the peak memory too. Padding may be anywhere in a row;
+    several documents in one row are refused. Passes may take gradients, or run in inference mode or autocast, in any
+    order. The model must compute attention with ``sdpa``. If that is not its default (soft caps, learned sinks), call
     ``model.set_attn_implementation("headscan-cache")`` after making a cache. ``crop`` fails if freed tokens would be
     needed again. A cache of assisted decoding records the tokens of every pass, so that ``crop`` can remove them, until
     ``reset`` ends that. Offloading is not supported. ``torch.compile`` gives the same numbers and breaks its graph at
@@ -45,17 +47,18 @@ class PlanCache(Cache):
             ``headscan plan``), `headscan.make_plan` (a stored scan or probe) or `headscan.pipelines.jobs.plan`.
         config: Configuration of the model, needed for models in which not every layer has attention with a full
             cache; None assumes that all have.
-        prefill: ``window``: each prompt token sees its window, so the result does not depend on chunks. ``full``: the
-            first pass sees all keys, and the cache shrinks after it (as kvpress does); it fits chunks only if the
-            first one holds the prompt, and no assisted decoding.
+        prefill: ``window``: each prompt token sees its window, so the result does not depend on the passes, and with a
+            plan for a serving engine it is what the engine computes. ``full``: the first pass sees all keys, and the
+            cache shrinks after it (as kvpress does); it fits a prompt in several passes only if the first one holds
+            all of it, and no assisted decoding.
         max_tokens: Tokens for which full heads get memory at once; None lets it grow in steps.
 
     Raises:
-        PlanMismatchError: The plan names layers that the configuration does not have, or layers without a full cache,
-            or lacks a KV head of a layer. Calls of the model raise it if the plan has other layers or KV heads than the
-            model.
+        PlanMismatchError: An argument is of a wrong type or out of range. The plan names layers that the configuration
+            does not have, or layers without a full cache, or lacks a KV head of a layer. Calls of the model raise it if
+            the plan has other layers or KV heads than the model.
         UnsupportedModelError: From calls of the model: its attention reads cached keys in another way, its mask is
-            not causal with padding on the left, or decoding is assisted with ``prefill="full"``.
+            not causal or hides more than padding, or decoding is assisted with ``prefill="full"``.
     """
 
     def __init__(
@@ -66,8 +69,9 @@ class PlanCache(Cache):
         prefill: Prefill = "window",
         max_tokens: int | None = None,
     ) -> None:
+        _check_options(config, prefill, max_tokens)
         kept = KeptKeys.of_plan(plan)
-        kv_heads = _counts(plan)
+        kv_heads, (block, _) = _counts(plan), engine_sizes(plan)
         layers: list[Any]
         if config is None:
             missing = next((at for at, layer in enumerate(sorted(kv_heads)) if layer != at), None)
@@ -92,7 +96,7 @@ class PlanCache(Cache):
                 raise PlanMismatchError(
                     f"layer {layer} of the plan does not exist (limit {len(layers) - 1}). Make a plan for this model"
                 )
-            arguments = (f"layer {layer}", kept.groups(layer, count), prefill, max_tokens, masks)
+            arguments = (f"layer {layer}", kept.groups(layer, count), prefill, max_tokens, masks, block)
             if type(layers[layer]) is DynamicLayer:
                 layers[layer] = PlanLayer(*arguments)
             elif isinstance(mixed := layers[layer], LinearAttentionAndFullAttentionLayer):
@@ -159,6 +163,18 @@ class PlanCache(Cache):
     def allocated_bytes(self) -> int:
         """Bytes of memory that the cache occupies; more than `nbytes` while full heads have room to grow."""
         return sum(layer.allocated_bytes if isinstance(layer, PlanLayer) else _nbytes(layer) for layer in self.layers)
+
+
+def _check_options(config: object, prefill: object, max_tokens: object) -> None:
+    if config is not None and not isinstance(config, PreTrainedConfig):
+        raise PlanMismatchError(
+            f"`config` is a {type(config).__name__} (limit a configuration of transformers). Pass `model.config`"
+        )
+    if prefill not in get_args(Prefill):
+        raise PlanMismatchError(f"`prefill={prefill!r}` (limit {' or '.join(get_args(Prefill))}). Change it")
+    whole = isinstance(max_tokens, int) and not isinstance(max_tokens, bool)
+    if max_tokens is not None and (not whole or max_tokens < 1):  # type: ignore[operator]
+        raise PlanMismatchError(f"`max_tokens={max_tokens!r}` (limit a whole number from 1 on, or None). Change it")
 
 
 def _has_freed_states(layer: Any) -> bool:

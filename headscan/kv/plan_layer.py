@@ -7,9 +7,8 @@ of a value.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -19,94 +18,8 @@ from headscan.attention.cache_attention import PLAIN, CachedHeads, ScoreTerms
 from headscan.errors import PlanMismatchError, UnsupportedModelError
 from headscan.kv.decode_attention import OneQueryKeys, one_query_attention
 from headscan.kv.kept_keys import DROPPED, HeadGroup
+from headscan.kv.padded_masks import MaskReader
 from headscan.kv.window_keys import FullKeys, WindowKeys, grouped_attention
-
-
-@dataclass(frozen=True)
-class SeenKeys:
-    """The content of an attention mask.
-
-    Attributes:
-        seen_BNS: Which keys each query sees, bool (B or 1, N, S).
-        bias: Finite numbers that the mask adds to the scores (B or 1, 1 or H, N, S); None if the mask is bool.
-        starts_B: Position of the first real token of each row (B or 1,); None if it is 0 in all, or was not requested.
-    """
-
-    seen_BNS: Tensor
-    bias: Tensor | None
-    starts_B: Tensor | None = None
-    last_start: int = 0
-
-
-class MaskReader:
-    """Reads each mask once, because every layer receives the same one. Finding the padding makes a GPU wait, so it
-    happens on request only. With ``same``, all layers get the same mask, and its padding holds for the copies on
-    other devices.
-    """
-
-    def __init__(self, *, same: bool = False) -> None:
-        self._same = same
-        self._mask: ref[Tensor] | None = None
-        self._placed: SeenKeys | None = None
-
-    def read(self, mask: Tensor, *, place: bool) -> SeenKeys:
-        """Return the content of a mask (B or 1, 1 or H, N, S), bool or additive; ``place`` finds each row's first real
-        token.
-        """
-        if not place:
-            return _content(mask)
-        # The content shares the memory of the mask, which must not outlive the pass. A view would keep the mask alive.
-        known, content = None if self._mask is None else self._mask(), _content(mask.detach())
-        if known is None or self._placed is None:
-            return self._keep(mask, content)
-        if known is mask:
-            return self._placed
-        if self._same and known.device != mask.device and known.shape == mask.shape:
-            starts = self._placed.starts_B
-            starts = None if starts is None else starts.to(mask.device, non_blocking=True)
-            return replace(content, starts_B=starts, last_start=self._placed.last_start)
-        return self._keep(mask, content)
-
-    def _keep(self, mask: Tensor, content: SeenKeys) -> SeenKeys:
-        placed = _placed(content)
-        self._placed = placed
-        self._mask = ref(mask, lambda _: self._forget())
-        return placed
-
-    def _forget(self) -> None:
-        self._mask = self._placed = None
-
-
-def _content(mask: Tensor) -> SeenKeys:
-    if mask.dtype == torch.bool:
-        return SeenKeys(mask.any(1) if mask.shape[1] > 1 else mask[:, 0], None)
-    seen_BNS = (mask > torch.finfo(mask.dtype).min / 2).any(1)
-    # A key that only some heads see stays hidden from the others by its bias.
-    return SeenKeys(seen_BNS, mask.masked_fill(~seen_BNS[:, None], 0.0))
-
-
-def _placed(content: SeenKeys) -> SeenKeys:
-    seen = content.seen_BNS
-    keys, last = seen.shape[2], seen[:, -1]
-    # A row that is padding so far sees nothing; its text starts after this pass at the earliest.
-    starts = torch.where(last.any(-1), last.long().argmax(-1), keys)
-    # Row by row, because masks of long texts are large.
-    if bool(torch.stack([_is_other(row, start) for row, start in zip(seen, starts, strict=True)]).any()):
-        raise UnsupportedModelError(
-            "the attention mask is not causal with padding on the left, so windows have no place in it. Pad on the"
-            " left, and use a decoder; for layers with sliding windows, pass the model's configuration to PlanCache"
-        )
-    last_start = int(starts.max())
-    return SeenKeys(seen, content.bias, starts if last_start else None, last_start)
-
-
-def _is_other(seen_NS: Tensor, start: Tensor) -> Tensor:
-    """Return whether the real queries of a row see other keys than the real ones until their own."""
-    queries, keys = seen_NS.shape
-    at = torch.arange(keys, device=seen_NS.device)
-    query_at = at[keys - queries :, None]
-    expected = (at <= query_at) & (at >= start)
-    return ((seen_NS != expected) & (query_at >= start)).any()
 
 
 class PlanStep:
@@ -159,34 +72,23 @@ class PlanStep:
         """Return which keys are seen (B or 1, N, S) and the mask's bias, and place the rows of the windows."""
         layer, N = self._layer, self.queries
         if mask is None:
-            if N > 1 or layer.last_start:
-                self._place(None, 0)
+            layer.place(None, N)
             return None, None
         if mask.shape[-2:] != (N, self.tokens):
             raise UnsupportedModelError(
                 f"attention mask {tuple(mask.shape)} for {N} queries and {self.tokens} keys. Pass a mask of the whole"
                 " text"
             )
-        # A single token moves no row, unless some rows are padding so far; its windows look up which keys it sees.
-        place = N > 1 or layer.last_start >= self.tokens - N or any(window.pending for window in layer.windows)
-        known = layer.masks.read(mask, place=place)
-        if place:
-            starts = known.starts_B
-            self._place(starts if starts is None or len(starts) == rows else starts.expand(rows), known.last_start)
-            if starts is None:  # the mask is causal in all rows
-                return None, known.bias
+        if N > 1 or any(window.pending for window in layer.windows):
+            known = layer.masks.read(mask, place=True)
+            real = known.real_BS
+            layer.place(real if real is None else real.expand(rows, -1), N, known.gaps)
+            return None if real is None else known.seen_BNS, known.bias
+        # The windows look up which keys a single token sees; a GPU does not wait for that.
+        known = layer.masks.read(mask, place=False)
+        if layer.real_BS is not None or not layer.masks.shows_newest(mask):
+            layer.place_one(known.seen_BNS[:, 0, -1:].expand(rows, -1))
         return known.seen_BNS, known.bias
-
-    def _place(self, starts_B: Tensor | None, last_start: int) -> None:
-        layer, before = self._layer, self.tokens - self.queries
-        for window in layer.windows:
-            if before and window.moves(starts_B, before):
-                raise UnsupportedModelError(
-                    f"the attention mask starts a row elsewhere than earlier passes did, before token {before}. Pass a"
-                    " mask that hides the padding on the left, and nothing else, in every pass"
-                )
-            window.set_starts(starts_B, last_start)
-        layer.last_start = last_start
 
     def _in_groups(self, terms: ScoreTerms) -> ScoreTerms:
         def ordered(x: Tensor | None) -> Tensor | None:
@@ -218,8 +120,7 @@ class PlanStep:
         if isinstance(held, FullKeys):
             causal = seen_BNS is None
             return grouped_attention(query_BKGND, held.keys, held.values, scale, seen_BNS, causal=causal, terms=terms)
-        first = self.tokens == self.queries
-        if first and self._layer.prefill == "full" and held.pending:
+        if self.tokens == self.queries and self._layer.prefill == "full" and held.pending:
             out = held.attend_all(query_BKGND, scale, seen_BNS, terms)
         else:
             out = held.attend(query_BKGND, scale, terms, seen_BNS)
@@ -234,7 +135,8 @@ Prefill = Literal["window", "full"]
 
 class PlanLayer(CacheLayerMixin):
     """Keys and values of one layer, in groups of KV heads that keep the same tokens; the mask reader is that of the
-    cache. Full heads get memory for ``max_tokens`` at once; None lets it grow.
+    cache. Full heads get memory for ``max_tokens`` at once; None lets it grow. Bytes count whole blocks of ``block``
+    tokens.
     """
 
     is_croppable = True
@@ -242,13 +144,21 @@ class PlanLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(
-        self, name: str, groups: tuple[HeadGroup, ...], prefill: Prefill, max_tokens: int | None, masks: MaskReader
+        self,
+        name: str,
+        groups: tuple[HeadGroup, ...],
+        prefill: Prefill,
+        max_tokens: int | None,
+        masks: MaskReader,
+        block: int | None = None,
     ) -> None:
         super().__init__()
         self.name, self.groups, self.prefill, self.masks = name, groups, prefill, masks
         self.tokens = 0
+        #: Which tokens are text, bool (B, S); None if all are.
+        self.real_BS: Tensor | None = None
         self.record_past = False
-        self._max_tokens = max_tokens
+        self._max_tokens, self._block = max_tokens, block or 1
         # Heads that keep the same tokens become neighbours, so that slices select them; None if they are already.
         order = [kv_head for group in groups for kv_head in group.kv_heads]
         self.kv_heads = len(order)
@@ -278,8 +188,32 @@ class PlanLayer(CacheLayerMixin):
 
     @property
     def aligned(self) -> bool:
-        """True if all rows start at position 0 and no token is pending."""
-        return not self.last_start and all(window.aligned for window in self.windows)
+        """True if all tokens are text and none is pending."""
+        return self.real_BS is None and all(window.aligned for window in self.windows)
+
+    def place(self, real_BS: Tensor | None, new: int, gaps: int = 0) -> None:
+        """Set which tokens are text, the ``new`` last ones of this pass included; None if all are. Raise
+        UnsupportedModelError if earlier ones were placed otherwise.
+        """
+        before = self.tokens - new
+        if self.real_BS is not None or (real_BS is not None and before):
+            ones = torch.ones((), dtype=torch.bool)
+            known, now = (ones if x is None else x[:, :before] for x in (self.real_BS, real_BS))
+            if bool((known != now.to(known.device)).any()):
+                raise UnsupportedModelError(
+                    f"the attention mask hides other tokens before token {before} than earlier passes did. Pass a mask"
+                    " that hides the padding, and nothing else, in every pass"
+                )
+        self.real_BS = real_BS
+        for window in self.windows:
+            window.place(None if real_BS is None else real_BS[:, before:], gaps)
+
+    def place_one(self, real_B1: Tensor) -> None:
+        """As `place`, for a single token that is padding in some rows, without a check."""
+        known = real_B1.new_ones(len(real_B1), self.tokens - 1) if self.real_BS is None else self.real_BS
+        self.real_BS = torch.cat([known, real_B1], 1)
+        for window in self.windows:
+            window.place(real_B1)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Check the number of KV heads; memory is allocated when tokens come."""
@@ -289,9 +223,10 @@ class PlanLayer(CacheLayerMixin):
                 " for this model; models that cache other tensors than their KV heads' keys support none"
             )
         if self._order is not None:
-            order = torch.tensor(self._order, device=key_states.device)
-            self._indices = (order, order.argsort())
-            self._heads = [order[heads] for heads, _ in self.parts]
+            with torch.inference_mode(False):  # a later pass may take derivatives
+                order = torch.tensor(self._order, device=key_states.device)
+                self._indices = (order, order.argsort())
+                self._heads = [order[heads] for heads, _ in self.parts]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -366,8 +301,10 @@ class PlanLayer(CacheLayerMixin):
         for held in self.held:
             held.crop(tokens)
         self.tokens -= tokens
-        if not self.tokens:
-            self.last_start = 0
+        if self.real_BS is not None:
+            self.real_BS = self.real_BS[:, : self.tokens]
+            if bool(self.real_BS.all()):
+                self.real_BS = None
 
     def reset(self) -> None:
         self._empty()
@@ -390,7 +327,7 @@ class PlanLayer(CacheLayerMixin):
     def _empty(self) -> None:
         def held(group: HeadGroup) -> FullKeys | WindowKeys | None:
             if group.window is None:
-                return FullKeys(self._max_tokens)
+                return FullKeys(self._max_tokens, self._block)
             return None if group.window == DROPPED else WindowKeys(group.window)
 
         #: By group: its KV heads in the order of the groups, and what it keeps.
@@ -399,12 +336,13 @@ class PlanLayer(CacheLayerMixin):
         for group in self.groups:
             self.parts.append((slice(first, first + len(group.kv_heads)), held(group)))
             first += len(group.kv_heads)
-        #: The largest position of a row's first real token.
-        self.last_start = 0
+        self.real_BS = None
 
     def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         for held in self.held:
             held.change_rows(change)
+        if self.real_BS is not None:
+            self.real_BS = change(self.real_BS)
 
 
 class PlanMixedLayer(PlanLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]

@@ -1,22 +1,22 @@
 """Keys and values of KV heads that keep every token or a window of first and last ones, and attention to them.
 
 A query at position ``p`` sees the ``sink`` first keys of its text, and the keys at positions ``p - recent + 1`` to
-``p`` (streaming heads of arXiv 2309.17453 and 2410.10819). Time and memory are linear in the length, and the result is
-differentiable.
+``p`` (streaming heads of arXiv 2309.17453 and 2410.10819), in blocks and chunks if the window has them. Time and memory
+are linear in the length, and the result is differentiable.
 
-A token's index in its own text, without padding on the left, decides its slot: slot ``r`` for the first ``sink``
-tokens, then ``sink + (r - sink) % recent``. So a new token replaces the one that leaves the window, and nothing
-moves. The slots are allocated as the text grows, so a window that is wider than the text costs no more than a full
-head.
+A token's index in its own text, without padding, decides its slot: slot ``r`` for the ``first`` tokens of the window,
+then ``first + (r - first) % last``. So a new token replaces one that has left the window, and nothing moves. The slots
+are allocated as the text grows, so a window that is wider than the text costs no more than a full head.
 
-Shapes: B sequences, N queries or new tokens, S tokens so far or sink keys, T other keys, W slots (sink + recent at
+Shapes: B sequences, N queries or new tokens, S tokens so far or sink keys, T other keys, W slots (first + last at
 most), K KV heads, G query heads per KV head, D and Dv widths of a key and of a value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from headscan.attention.cache_attention import PLAIN, ScoreTerms, scored_output
 from headscan.attention.fused import differentiated
+from headscan.catalog import kept_by_window, whole_blocks
 from headscan.kv.decode_attention import flash_output, one_query_attention
 from headscan.kv.kept_keys import Window
 
@@ -34,15 +35,33 @@ _GPU_BLOCK = 1024
 _MOST_MASK = 1 << 26
 
 
+class RowsOfTail(NamedTuple):
+    """Places of the tail's keys in rows with padding.
+
+    Attributes:
+        key_BT: Index of each key of the tail in its own text; negative for padding.
+        query_BN: Index of the last token of the text until each query; negative before the text.
+        sink_at_BS: Position of each sink key.
+        tail_at_BT: Position of each key of the tail.
+        gaps: Largest number of padding tokens within a text.
+    """
+
+    key_BT: Tensor
+    query_BN: Tensor
+    sink_at_BS: Tensor
+    tail_at_BT: Tensor
+    gaps: int
+
+
 def window_attention(
     query_BKGND: Tensor,
     sink_keys: tuple[Tensor, Tensor],
     tail_keys: tuple[Tensor, Tensor],
-    recent: int,
+    window: Window,
     scale: float,
     *,
     tail_start: int = 0,
-    starts_B: Tensor | None = None,
+    rows: RowsOfTail | None = None,
     terms: ScoreTerms = PLAIN,
 ) -> Tensor:
     """Return the output (B, K, G, N, Dv) of window heads.
@@ -50,42 +69,50 @@ def window_attention(
     Args:
         sink_keys: Keys (B, K, S, D) and values (B, K, S, Dv) of the first tokens of each text.
         tail_keys: Keys (B, K, T, D) and values of the last T tokens, the queries' own at the end; at least the last
-            ``recent - 1 + N`` tokens, or all. Keys of the sink among them are left out.
-        recent: Number of last keys that a query sees, its own included.
+            ``window.last - 1 + N`` tokens of each text, or all. Keys of the sink among them are left out.
+        window: What a query sees.
         tail_start: Position of the first key of ``tail_keys``.
-        starts_B: Position of the first real token of each row, for batches padded on the left; None if all are 0.
-            Outputs of padding are finite and have no meaning.
+        rows: Places of the keys in batches with padding; None if every token is text. Outputs of padding are finite
+            and have no meaning, but a token that is followed and preceded by no text of its row sees itself.
         terms: Changes of the scores; its bias covers the keys of all tokens.
     """
     (sink_key, sink_value), (tail_key, tail_value) = sink_keys, tail_keys
     N, S, T = query_BKGND.shape[3], sink_key.shape[2], tail_key.shape[2]
-    block = _BLOCK.get(query_BKGND.device.type, _GPU_BLOCK)
+    block, at = _BLOCK.get(query_BKGND.device.type, _GPU_BLOCK), torch.arange(T, device=query_BKGND.device)
     outs = []
     for start in range(0, N, block):
         stop = min(start + block, N)
-        # Indices into the tail: the first key that the block's first query sees, and the last query's own.
-        first, last = max(0, T - N + start - recent + 1), T - N + stop
-        key = torch.cat([sink_key, tail_key[:, :, first:last]], 2)
-        value = torch.cat([sink_value, tail_value[:, :, first:last]], 2)
-        seen_BNS = _seen(S, tail_start + first, tail_start + last, stop - start, recent, starts_B, key.device)
-        query, part = query_BKGND[:, :, :, start:stop], terms
+        # Indices into the tail: the first key that the block's first query may see, and the last query's own.
+        before = window.last - 1 + (rows.gaps if rows else 0)
+        first, last = max(0, T - N + start - before), T - N + stop
+        queries, keys = slice(start, stop), slice(first, last)
+        key = torch.cat([sink_key, tail_key[:, :, keys]], 2)
+        value = torch.cat([sink_value, tail_value[:, :, keys]], 2)
+        own, near = at[T - N + start : last], at[keys]
+        if rows is None:
+            seen_BNS = _seen(S, (tail_start + near)[None], (tail_start + own)[None], window)
+        else:
+            of_rows = rows.key_BT[:, keys], rows.query_BN[:, queries]
+            seen_BNS = _seen(S, *of_rows, window, own[:, None] == near)
+        query, part = query_BKGND[:, :, :, queries], terms
         if terms.any:
-            position = _positions(S, tail_start + first, tail_start + last, starts_B, key.device)
-            part = terms_at(terms, position, slice(start, stop))
+            if rows is None:
+                position = torch.cat([at.new_ones(S).cumsum(0) - 1, tail_start + near])[None]
+            else:
+                position = torch.cat([rows.sink_at_BS, rows.tail_at_BT[:, keys]], 1)
+            part = terms_at(terms, position, queries)
         outs.append(grouped_attention(query, key, value, scale, seen_BNS, terms=part))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 3)
 
 
-def windowed_output(
-    query_BHND: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, sink: int, recent: int, scale: float
-) -> Tensor:
+def windowed_output(query_BHND: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, window: Window, scale: float) -> Tensor:
     """Return the output (B, H, N, Dv) of heads with one window; the queries are the last of all tokens."""
     K = key_BKSD.shape[1]
     out = window_attention(
         query_BHND.unflatten(1, (K, -1)),
-        (key_BKSD[:, :, :sink], value_BKSD[:, :, :sink]),
+        (key_BKSD[:, :, : window.first], value_BKSD[:, :, : window.first]),
         (key_BKSD, value_BKSD),
-        recent,
+        window,
         scale,
     )
     return out.flatten(1, 2)
@@ -148,38 +175,46 @@ def terms_at(terms: ScoreTerms, position_BS: Tensor, queries: slice = slice(None
 
 
 def seen_by_window(
-    queries: int, keys: int, sink: int, recent: int, device: torch.device, starts_B: Tensor | None = None
+    queries: int, keys: int, window: Window, device: torch.device, real_BS: Tensor | None = None
 ) -> Tensor:
-    """Return which keys each query sees: bool (B or 1, N, S); the queries belong to the last tokens."""
-    query_at = torch.arange(keys - queries, keys, device=device)[:, None]
-    key_at = torch.arange(keys, device=device)
-    starts = torch.zeros(1, 1, 1, dtype=torch.long, device=device) if starts_B is None else starts_B[:, None, None]
-    near = query_at - key_at < recent
-    return (key_at <= query_at) & (key_at >= starts) & (near | (key_at < starts + sink))
+    """Return which keys each query sees: bool (B or 1, N, S). The queries belong to the last tokens; ``real_BS`` marks
+    tokens that are text, None all.
+    """
+    at = torch.arange(keys, device=device)
+    if real_BS is None:
+        key_BS = index_BS = at[None]
+    else:
+        index_BS = real_BS.cumsum(1) - 1
+        key_BS = torch.where(real_BS, index_BS, -1)
+    query = index_BS[:, keys - queries :, None]
+    key = key_BS[:, None]
+    seen = (key <= query) & (key >= 0) & ((key >= first_of_last(query, window)) | (key < window.first))
+    return seen if real_BS is None else seen | ((query < 0) & (at == at[keys - queries :, None]))
 
 
-def _seen(
-    sinks: int, first: int, last: int, queries: int, recent: int, starts_B: Tensor | None, device: torch.device
-) -> Tensor:
-    """Return which sink keys, then which keys at ``first`` to ``last - 1``, the last queries see: (B or 1, N, S)."""
-    starts = torch.zeros(1, 1, 1, dtype=torch.long, device=device) if starts_B is None else starts_B[:, None, None]
-    query_at = torch.arange(last - queries, last, device=device)[:, None]
-    key_at = torch.arange(first, last, device=device)
-    sink_at = torch.arange(sinks, device=device)
-    in_tail = (key_at <= query_at) & (query_at - key_at < recent) & (key_at >= starts + sinks)
-    in_sink = starts + sink_at <= query_at
-    # A padding query sees one key, because attention to no key would be NaN and spread to later layers.
-    in_sink = in_sink | ((query_at < starts) & (sink_at == 0))
-    if not sinks:
-        in_tail = in_tail | ((query_at < starts) & (key_at == query_at))
-    return torch.cat([in_sink.expand(*in_tail.shape[:2], sinks), in_tail], 2)
+_Index = TypeVar("_Index", int, Tensor)
 
 
-def _positions(sinks: int, first: int, last: int, starts_B: Tensor | None, device: torch.device) -> Tensor:
-    """Return the positions (B or 1, S) of the sink keys, then of the keys at ``first`` to ``last - 1``."""
-    starts = torch.zeros(1, 1, dtype=torch.long, device=device) if starts_B is None else starts_B[:, None]
-    sink_at = (starts + torch.arange(sinks, device=device)).clamp_max(last - 1)
-    return torch.cat([sink_at, torch.arange(first, last, device=device).expand(len(starts), -1)], 1)
+def first_of_last(query: _Index, window: Window) -> _Index:
+    """Return the index of the first of the last keys that queries see, by their indices in their text."""
+    return _rounded_down(_rounded_down(query, window.chunk) - window.recent + 1, window.block)
+
+
+def _rounded_down(index: _Index, size: int) -> _Index:
+    return index if size == 1 else index // size * size
+
+
+def _seen(sinks: int, key_BT: Tensor, query_BN: Tensor, window: Window, own_NT: Tensor | None = None) -> Tensor:
+    """Return which sink keys, then which keys of the tail, queries see, by their indices: (B or 1, N, S + T). A query
+    before its text sees its own key, which ``own_NT`` marks, because attention to no key would be NaN and spread to
+    later layers.
+    """
+    key, query = key_BT[:, None], query_BN[:, :, None]
+    in_tail = (key <= query) & (key >= first_of_last(query, window)) & (key >= sinks)
+    if own_NT is not None:
+        in_tail = in_tail | ((query < 0) & own_NT)
+    in_sink = torch.arange(sinks, device=key.device) <= query
+    return torch.cat([in_sink, in_tail], 2)
 
 
 #: Tokens by which a buffer grows, so that it is copied once in so many steps.
@@ -190,11 +225,16 @@ _Pair = tuple[Tensor, Tensor]
 
 
 class _Buffers:
-    """Buffers of the keys and values of several KV heads, which ``tokens`` tokens fill from the first place on."""
+    """Buffers of the keys and values of several KV heads, which ``tokens`` tokens fill from the first place on.
+
+    New tokens are written in place, except where that would fail or change a graph of derivatives: after a pass with
+    gradients enabled, which may have saved the buffers, and outside inference mode if they were made in it.
+    """
 
     def __init__(self) -> None:
         self.tokens = 0
         self._buffers: _Pair | None = None
+        self._saved = False
 
     @property
     def keys(self) -> Tensor:
@@ -217,9 +257,14 @@ class _Buffers:
         return 0 if self._buffers is None else self._buffers[0].shape[2]
 
     @property
+    def _kept(self) -> int:
+        """Number of tokens held, in whole blocks."""
+        raise NotImplementedError
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tokens held; the buffers may have room for more."""
-        return 0 if self._buffers is None else self.keys.nbytes + self.values.nbytes
+        return 0 if self._buffers is None else sum(x.nbytes for x in self._buffers) // self.slots * self._kept
 
     @property
     def allocated_bytes(self) -> int:
@@ -230,30 +275,49 @@ class _Buffers:
         if self._buffers is not None:
             self._buffers = _both(change, self._buffers)
 
+    def _may_write(self, new: _Pair) -> bool:
+        """Return True if new tokens may be written in place, and note whether this pass may save the buffers."""
+        saved, self._saved = self._saved, torch.is_grad_enabled()
+        if self._buffers is None:
+            return True
+        if saved or (self._buffers[0].is_inference() and not torch.is_inference_mode_enabled()):
+            return False
+        return all(_wider(old, x) == old.dtype for old, x in zip(self._buffers, new, strict=True))
+
 
 class FullKeys(_Buffers):
-    """Keys and values of all S tokens, with memory allocated ahead: for ``max_tokens``, or in steps if it is None."""
+    """Keys and values of all S tokens, with memory allocated ahead: for ``max_tokens``, or in steps if it is None. Its
+    bytes are those of whole blocks.
+    """
 
-    def __init__(self, max_tokens: int | None) -> None:
+    def __init__(self, max_tokens: int | None, block: int = 1) -> None:
         super().__init__()
         self._max_tokens = max_tokens
+        self._block = block
+
+    @property
+    def _kept(self) -> int:
+        return whole_blocks(self.tokens, self._block)
 
     def add(self, key_BKND: Tensor, value_BKND: Tensor, heads: Tensor | None = None) -> None:
         """Add new tokens; ``heads`` (K,) selects KV heads of the tensors, and None takes all."""
-        end = self.tokens + key_BKND.shape[2]
-        if self.slots < end:
-            size = -(-end // GROWTH) * GROWTH
+        end, new = self.tokens + key_BKND.shape[2], (key_BKND, value_BKND)
+        if not self._may_write(new) or self.slots < end:
+            size = max(self.slots, -(-end // GROWTH) * GROWTH)
             if self._max_tokens is not None and end <= self._max_tokens:
                 size = self._max_tokens
             kv_heads = key_BKND.shape[1] if heads is None else len(heads)
-            larger = _both(lambda x: x.new_empty(len(x), kv_heads, size, x.shape[3]), (key_BKND, value_BKND))
+            old = self._buffers or new
+            larger = _both(
+                lambda x, old: x.new_empty(len(x), kv_heads, size, x.shape[3], dtype=_wider(old, x)), new, old
+            )
             if self._buffers is not None:
-                for new, old in zip(larger, self._buffers, strict=True):
-                    new[:, :, : self.tokens] = old[:, :, : self.tokens]
+                for place, known in zip(larger, self._buffers, strict=True):
+                    place[:, :, : self.tokens] = known[:, :, : self.tokens]
             self._buffers = larger
         assert self._buffers is not None
-        for buffer, new in zip(self._buffers, (key_BKND, value_BKND), strict=True):
-            _write(buffer.narrow(2, self.tokens, end - self.tokens), new, heads)
+        for buffer, x in zip(self._buffers, new, strict=True):
+            _write(buffer.narrow(2, self.tokens, end - self.tokens), x, heads)
         self.tokens = end
 
     def crop(self, tokens: int) -> None:
@@ -264,15 +328,23 @@ class WindowKeys(_Buffers):
     """The window of several KV heads of one layer; ``tokens`` counts those that are stored or have left the window.
 
     New tokens are *pending* until `commit` stores them, since the queries of one pass see different windows. A single
-    token is stored at once, because the token that it replaces has left its window.
+    token is stored at once, because the token that it replaces has left its window. If it is padding, the next token
+    of its row replaces it.
     """
 
     def __init__(self, window: Window) -> None:
         super().__init__()
         self.window = window
-        self._starts_B: Tensor | None = None
-        self._last_start = 0
         self._pending: _Pair | None = None
+        # In batches with padding: which pending tokens are text, how many stored ones are, and the slots' positions.
+        self._real_BP: Tensor | None = None
+        self._counts_B: Tensor | None = None
+        self._position_BW: Tensor | None = None
+        self._gaps = 0
+
+    @property
+    def _kept(self) -> int:
+        return kept_by_window(self.tokens, *astuple(self.window))
 
     @property
     def pending(self) -> int:
@@ -295,21 +367,28 @@ class WindowKeys(_Buffers):
 
     @property
     def aligned(self) -> bool:
-        """True if no token is pending, and all rows start at position 0, so that a single query sees all `keys`."""
-        return self._pending is None and self._starts_B is None
+        """True if no token is pending, all tokens are text and the window has no blocks or chunks, so that a single
+        query sees all `keys`.
+        """
+        return self._pending is None and self._counts_B is None and self._all_seen
 
-    def set_starts(self, starts_B: Tensor | None, last_start: int) -> None:
-        """Set the position of each row's first real token; ``last_start`` is the largest, None means 0 in all."""
-        self._starts_B, self._last_start = starts_B, last_start
+    @property
+    def _all_seen(self) -> bool:
+        """True if the newest token sees all slots: each token replaces the one that leaves the window."""
+        return self.window.last == self.window.recent
 
     def add(self, key_BKND: Tensor, value_BKND: Tensor, heads: Tensor | None = None, *, wait: bool) -> None:
         """Add new tokens; ``heads`` (K,) selects KV heads of the tensors, and None takes all. With ``wait`` they stay
         pending until `commit`, so that `crop` can remove them again.
         """
         kv_heads = key_BKND.shape[1] if heads is None else len(heads)
+        if not self._may_write((key_BKND, value_BKND)) and self._buffers is not None:
+            self._buffers = _both(
+                lambda old, x: old.to(_wider(old, x), copy=True), self._buffers, (key_BKND, value_BKND)
+            )
         self._allocate(self.tokens + self.pending + key_BKND.shape[2], (key_BKND, value_BKND), kv_heads)
         at_once = key_BKND.shape[2] == 1 and not wait and self._pending is None
-        if at_once and self._starts_B is None:
+        if at_once and self._counts_B is None:
             self._store_one(key_BKND, value_BKND, heads)
             return
         if heads is not None:
@@ -321,42 +400,57 @@ class WindowKeys(_Buffers):
         else:
             self._pending = _both(lambda *x: torch.cat(x, 2), self._pending, (key_BKND, value_BKND))
 
-    def moves(self, starts_B: Tensor | None, tokens: int) -> bool:
-        """Return True if a row with real tokens among the first ``tokens`` would start elsewhere."""
-        known = starts_B if self._starts_B is None else self._starts_B
-        if known is None:
-            return False
-        old, new = (known.new_zeros(1) if starts is None else starts for starts in (self._starts_B, starts_B))
-        return bool(((old != new) & ((old < tokens) | (new < tokens))).any())
+    def place(self, real_BN: Tensor | None, gaps: int = 0) -> None:
+        """Set which of the tokens just added are text; None if these and all earlier ones are. ``gaps`` is the largest
+        number of padding tokens within a text, for several tokens.
+        """
+        if real_BN is None:
+            self._real_BP = self._counts_B = self._position_BW = None
+            return
+        pending, new = self.pending, real_BN.shape[1]
+        stored = self.tokens if pending else self.tokens - new  # before the new tokens
+        if self._counts_B is None:
+            B = len(real_BN)
+            self._position_BW = self._indices(self.slots, self.tokens).clamp_min(0).expand(B, -1)
+            self._counts_B = real_BN.new_full((B,), stored, dtype=torch.long)
+            self._real_BP = real_BN.new_ones(B, pending - new) if pending > new else None
+        if pending:
+            self._real_BP = real_BN if self._real_BP is None else torch.cat([self._real_BP, real_BN], 1)
+            self._gaps = gaps
+        else:
+            self._counts_B = self._counts_B + real_BN[:, 0]
 
     def attend(
         self, query_BKGND: Tensor, scale: float, terms: ScoreTerms = PLAIN, seen_BNS: Tensor | None = None
     ) -> Tensor:
         """Return the output (B, K, G, N, Dv) of the queries of the newest tokens; the bias of ``terms`` covers all
         tokens. ``seen_BNS`` (B or 1, 1, S) marks the keys that a single query sees, None all; queries of pending tokens
-        see all real tokens before them.
+        see all text before them.
         """
         assert self._buffers is not None
         if self._pending is not None:
-            tail_start, tail = self._tail()
+            tail_start, tail, rows = self._tail(query_BKGND.shape[3])
             return window_attention(
-                query_BKGND,
-                self._sink(),
-                tail,
-                self.window.recent,
-                scale,
-                tail_start=tail_start,
-                starts_B=self._starts_B,
-                terms=terms,
+                query_BKGND, self._sink(), tail, self.window, scale, tail_start=tail_start, rows=rows, terms=terms
             )
         key, value = self.keys, self.values
-        seen, width = None, self.slots
-        if self._starts_B is not None and self.tokens < self._last_start + width:
-            seen = (torch.arange(key.shape[2], device=key.device) < (self.tokens - self._starts_B)[:, None])[:, None]
+        seen, W = None, key.shape[2]
+        if self._counts_B is not None:
+            seen = (torch.arange(W, device=key.device) < self._counts_B[:, None])[:, None]
+        if not self._all_seen:  # new tokens replace a block that has left the window token by token
+            index, counts = self._indices(W, self.tokens), self._counts_B
+            if counts is None:
+                shown = index >= first_of_last(self.tokens - 1, self.window)
+            else:
+                shown = index >= first_of_last(counts[:, None] - 1, self.window)
+            shown = shown | (index < self.window.first)
+            seen = shown[:, None] if seen is None else seen & shown[:, None]
         if terms.bias is not None or seen_BNS is not None:
-            index = self._indices(key.shape[2], self.tokens)
-            starts = 0 if self._starts_B is None else self._starts_B[:, None]
-            position_BW = (index + starts).clamp(0, self.tokens - 1)
+            if self._position_BW is not None:
+                position_BW = self._position_BW[:, :W]
+            else:
+                position_BW = self._indices(W, self.tokens).clamp_min(0)
+            position_BW = position_BW.clamp_max(self.tokens - 1)  # unused slots have any position
             terms = terms_at(terms, position_BW)
             if seen_BNS is not None:
                 shown = seen_BNS[:, 0].expand(max(len(seen_BNS), len(position_BW)), -1)
@@ -378,15 +472,18 @@ class WindowKeys(_Buffers):
             return
         assert self._buffers is not None
         C, P = self.tokens, self.pending
-        starts = 0 if self._starts_B is None else self._starts_B[:, None]
-        last = C + P - starts - 1  # index of each row's last token in its own text
+        counts: Tensor | int = C
+        if self._counts_B is not None and self._real_BP is not None:
+            counts, self._counts_B = self._counts_B[:, None], self._counts_B + self._real_BP.sum(1)
         index = self._indices(self.slots, C + P)
         slot = torch.arange(self.slots, device=index.device)
-        new = (index <= last) & (index >= slot.clamp_max(self.window.sink)) & (index + starts >= C)
-        source = (index + starts - C).clamp(0, P - 1)
+        new = (index >= slot.clamp_max(self.window.first)) & (index >= counts)
+        source = self._pending_at(index - counts)
+        if self._position_BW is not None:
+            self._position_BW = torch.where(new, C + source, self._position_BW)
         new = new[:, None, :, None]
         self._buffers = _both(lambda x, old: torch.where(new, _tokens_at(x, source), old), self._pending, self._buffers)
-        self.tokens, self._pending = C + P, None
+        self.tokens, self._pending, self._real_BP = C + P, None, None
 
     def can_crop(self, tokens: int) -> bool:
         """Return True if the last tokens can be removed: they are pending, or none has left the window."""
@@ -399,81 +496,115 @@ class WindowKeys(_Buffers):
             kept = max(0, waiting - tokens)
             key, value = self._pending
             self._pending = (key[:, :, :kept], value[:, :, :kept]) if kept else None
+            self._real_BP = self._real_BP[:, :kept] if kept and self._real_BP is not None else None
         self.tokens -= max(0, tokens - waiting)
+        if self._counts_B is not None and self._position_BW is not None and tokens > waiting:
+            known = torch.arange(self.slots, device=self._counts_B.device) < self._counts_B[:, None]
+            self._counts_B = (known & (self._position_BW < self.tokens)).sum(1)
         self.commit()
-        if not self.tokens:
-            self.set_starts(None, 0)
+        if self._counts_B is not None and bool((self._counts_B == self.tokens).all()):
+            self.place(None)
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         super().change_rows(change)
         if self._pending is not None:
             self._pending = _both(change, self._pending)
-        if self._starts_B is not None:
-            self._starts_B = change(self._starts_B)
+        changed = (None if x is None else change(x) for x in (self._real_BP, self._counts_B, self._position_BW))
+        self._real_BP, self._counts_B, self._position_BW = changed
 
     def _indices(self, slots: int, tokens: int) -> Tensor:
         """Return which token of its own text each slot holds after ``tokens`` tokens: (B or 1, slots)."""
         assert self._buffers is not None
         slot = torch.arange(slots, device=self._buffers[0].device)[None]
-        last = tokens - 1 - (0 if self._starts_B is None else self._starts_B[:, None])
-        return torch.where(slot < self.window.sink, slot, last - (last - slot).remainder(self.window.recent))
+        last = tokens - 1 if self._counts_B is None else self._counts_B[:, None] - 1
+        return torch.where(slot < self.window.first, slot, last - (last - slot).remainder(self.window.last))
+
+    def _slots_of(self, index: Tensor) -> Tensor:
+        """Return the slots of tokens by their index in their own text; a negative index gets a slot without meaning."""
+        sink = self.window.first
+        return torch.where(index < sink, index.clamp_min(0), sink + (index - sink).remainder(self.window.last))
 
     def _allocate(self, tokens: int, like: _Pair, kv_heads: int) -> None:
         slots = min(self.window.width, -(-tokens // GROWTH) * GROWTH)
-        if slots <= self.slots:
+        if slots <= (known := self.slots):
             return
+        old = self._buffers or like
         # Zeros, because masked slots take part in products, where old NaN would spread.
-        more = _both(lambda x: x.new_zeros(len(x), kv_heads, slots - self.slots, x.shape[-1]), like)
+        more = _both(
+            lambda x, old: x.new_zeros(len(x), kv_heads, slots - known, x.shape[-1], dtype=_wider(old, x)), like, old
+        )
         self._buffers = more if self._buffers is None else _both(lambda *x: torch.cat(x, 2), self._buffers, more)
+        if self._position_BW is not None:
+            self._position_BW = F.pad(self._position_BW, (0, slots - known))
 
     def _store_one(self, key_BK1D: Tensor, value_BK1D: Tensor, heads: Tensor | None) -> None:
         assert self._buffers is not None
-        r, sink = self.tokens, self.window.sink
-        slot = r if r < sink else sink + (r - sink) % self.window.recent
+        r, sink = self.tokens, self.window.first
+        slot = r if r < sink else sink + (r - sink) % self.window.last
         for buffer, new in zip(self._buffers, (key_BK1D, value_BK1D), strict=True):
             _write(buffer.narrow(2, slot, 1), new, heads)
         self.tokens += 1
 
     def _store_in_rows(self, key_BK1D: Tensor, value_BK1D: Tensor) -> None:
-        """Store a token of rows that start at different positions."""
-        assert self._buffers is not None and self._starts_B is not None
-        sink, recent = self.window.sink, self.window.recent
-        # After `crop`, the text of a row may start later than this token, which is padding then.
-        index = (self.tokens - self._starts_B).clamp_min(0)
-        slots = torch.where(index < sink, index, sink + (index - sink).remainder(recent))[:, None, None, None]
+        """Store a token of rows with different numbers of tokens."""
+        assert self._buffers is not None and self._counts_B is not None and self._position_BW is not None
+        slots_B1 = self._slots_of(self._counts_B)[:, None]
         for buffer, new in zip(self._buffers, (key_BK1D, value_BK1D), strict=True):
-            buffer.scatter_(2, slots.expand(new.shape), new)
+            buffer.scatter_(2, slots_B1[:, None, :, None].expand(new.shape), new.to(buffer.dtype))
+        self._position_BW = self._position_BW.scatter(1, slots_B1, self.tokens)
         self.tokens += 1
+
+    def _pending_at(self, index_BR: Tensor) -> Tensor:
+        """Return the places (B or 1, R) among the pending tokens of the text's tokens with these indices among them."""
+        index_BR = index_BR.clamp(0, self.pending - 1)
+        if self._real_BP is None:
+            return index_BR
+        return self._real_BP.long().argsort(dim=1, descending=True, stable=True).gather(1, index_BR)
 
     def _sink(self) -> _Pair:
         """Return keys and values of the first ``sink`` tokens of each row, stored or pending."""
         assert self._buffers is not None and self._pending is not None
         C = self.tokens
-        sink = min(self.window.sink, C + self.pending)
-        if self._starts_B is None:
+        sink = min(self.window.first, C + self.pending)
+        if self._counts_B is None:
             if sink <= C:
                 return _both(lambda b: b[:, :, :sink], self._buffers)
             return _both(lambda b, x: torch.cat([b[:, :, :C], x[:, :, : sink - C]], 2), self._buffers, self._pending)
-        at = self._starts_B[:, None] + torch.arange(sink, device=self._starts_B.device)
-        pending = (at >= C)[:, None, :, None]
-        source = (at - C).clamp(0, self.pending - 1)
+        rank = torch.arange(sink, device=self._counts_B.device) - self._counts_B[:, None]
+        source, pending = self._pending_at(rank), (rank >= 0)[:, None, :, None]
         return _both(
             lambda b, x: torch.where(pending, _tokens_at(x, source), b[:, :, :sink]), self._buffers, self._pending
         )
 
-    def _tail(self) -> tuple[int, _Pair]:
-        """Return the position of the first key of the tail, and the last stored tokens with those pending."""
+    def _tail(self, queries: int) -> tuple[int, _Pair, RowsOfTail | None]:
+        """Return the position of the first key of the tail, the last stored tokens with those pending, and the places
+        of all in rows with padding.
+        """
         assert self._buffers is not None and self._pending is not None
-        C, sink, recent = self.tokens, self.window.sink, self.window.recent
-        known = min(C, recent - 1)
-        if not known:
-            return C, self._pending
-        at = torch.arange(C - known, C, device=self._buffers[0].device)[None]
-        if self._starts_B is not None:
-            at = at - self._starts_B[:, None]
-        # Tokens of the sink are masked in the tail, and so is padding, whose index is negative.
-        slots = torch.where(at < sink, at.clamp_min(0), sink + (at - sink).remainder(recent))
-        return C - known, _both(lambda b, x: torch.cat([_tokens_at(b, slots), x], 2), self._buffers, self._pending)
+        C, P, sink = self.tokens, self.pending, self.window.first
+        known = min(C, self.window.last - 1)
+        counts: Tensor | int = C if self._counts_B is None else self._counts_B[:, None]
+        index = torch.arange(-known, 0, device=self._buffers[0].device)[None] + counts
+        # Tokens of the sink are masked in the tail, and so are those before the text, whose index is negative.
+        slots = self._slots_of(index)
+        tail = self._pending
+        if known:
+            tail = _both(lambda b, x: torch.cat([_tokens_at(b, slots), x], 2), self._buffers, self._pending)
+        if self._counts_B is None or self._real_BP is None or self._position_BW is None:
+            return C - known, tail, None
+        newest = self._counts_B[:, None] + self._real_BP.cumsum(1) - 1
+        rank = torch.arange(min(sink, C + P), device=index.device)
+        missing = rank - self._counts_B[:, None]
+        stored_at = self._position_BW[:, : len(rank)]
+        pending_at = torch.arange(C, C + P, device=index.device).expand(len(newest), -1)
+        rows = RowsOfTail(
+            key_BT=torch.cat([index, torch.where(self._real_BP, newest, -1)], 1),
+            query_BN=newest[:, P - queries :],
+            sink_at_BS=torch.where(missing < 0, stored_at, C + self._pending_at(missing)),
+            tail_at_BT=torch.cat([self._position_BW.gather(1, slots), pending_at], 1),
+            gaps=self._gaps,
+        )
+        return C - known, tail, rows
 
 
 def _write(place_BKND: Tensor, new_BKND: Tensor, heads: Tensor | None) -> None:
@@ -484,6 +615,11 @@ def _write(place_BKND: Tensor, new_BKND: Tensor, heads: Tensor | None) -> None:
         place_BKND.copy_(new_BKND.index_select(1, heads))
     else:
         torch.index_select(new_BKND, 1, heads, out=place_BKND)
+
+
+def _wider(known: Tensor, new: Tensor) -> torch.dtype:
+    """Return the type of a buffer that holds both, as `torch.cat` chooses it; autocast may change between passes."""
+    return known.dtype if known.dtype == new.dtype else torch.promote_types(known.dtype, new.dtype)
 
 
 def _both(change: Callable[..., Tensor], *pairs: _Pair) -> _Pair:

@@ -72,6 +72,7 @@ class Plan(OptionalModelVerb, RunVerb):
         headscan plan --method retrieval_score --kv-bytes 2GiB --at 32768
         headscan plan --method imported --pattern pattern/
         headscan plan MODEL --method measured --corpus texts/ --unit layer --sink 0
+        headscan plan --store s.duckdb --window-share 0.5 --block 16 --chunk 512
 
     Method measured needs the model and no scan: it measures how much loss a window on each KV head or layer adds, and
     keeps it in the store, so that the same command resumes. `headscan export` writes the plan for KV-cache tools, and a
@@ -113,6 +114,24 @@ class Plan(OptionalModelVerb, RunVerb):
             least=1,
         ),
     ] = ()
+    block: Annotated[
+        int | None,
+        Option(
+            "tokens of a block of the serving engine's KV cache, in whole ones of which windows are kept (default: "
+            "single tokens)",
+            metavar="TOKENS",
+            least=1,
+        ),
+    ] = None
+    chunk: Annotated[
+        int | None,
+        Option(
+            "tokens that see the window of the first of them, a multiple of the block (default: each token sees its "
+            "own window)",
+            metavar="TOKENS",
+            least=1,
+        ),
+    ] = None
     pattern: Annotated[
         str | None,
         Option("pattern of method imported: folder or file of DuoAttention, RLKV, PruLong or HeadKV", metavar="PATH"),
@@ -177,6 +196,8 @@ class Plan(OptionalModelVerb, RunVerb):
                 pattern=pattern,
                 seed=self.seed or 0,
                 granularity=self._granularity,
+                block=self.block,
+                chunk=self.chunk,
             )
         say_run(run)
         return plan
@@ -188,6 +209,7 @@ class Plan(OptionalModelVerb, RunVerb):
         corpus = self.measured.required(self)
         spec, identity = self.identified()
         given = {"sink": self.sink, "recents": self.recent or None, "seed": self.seed}
+        given |= {"block": self.block, "chunk": self.chunk}
         config = self.measured.settings.build(
             model=spec,
             corpus=corpus,

@@ -70,5 +70,8 @@ def vllm_overrides(plan: HeadPlan, config: Any, source: str) -> VllmOverrides:
         "windows": windows.windows,
         "heads": windows.heads,
     }
-    fields |= {name: value for name in ("block", "chunk") if (value := getattr(plan, name, None)) is not None}
+    if plan.block is not None:
+        fields["block"] = plan.block
+    if plan.chunk not in (None, 1):  # without chunks each token sees its own window
+        fields["chunk"] = plan.chunk
     return VllmOverrides({"architectures": [_PREFIX + architecture], "head_plan": fields}, windows, is_decilm)

@@ -10,7 +10,7 @@ Shapes: P prompts, L layers, K KV heads of the widest layer, C candidate units.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -77,9 +77,9 @@ class DamagePool(PromptPool):
         if self.pool.staged:
             return self.one_by_one(requests, window, {head: (head,) for head in heads})
         shortest = min(len(request.ids) for request in requests)
-        if shortest <= window.width:  # its damage is 0, and the derivative cannot estimate it
+        if shortest <= window.covers:  # its damage is 0, and the derivative cannot estimate it
             raise SequenceError(
-                f"the shortest prompt has {shortest} tokens (at least {window.width + 1}, one more than the window). "
+                f"the shortest prompt has {shortest} tokens (at least {window.covers + 1}, one more than the window). "
                 "Give longer prompts, or lower `recent`"
             )
 
@@ -96,7 +96,7 @@ class DamagePool(PromptPool):
         ]
 
         def key_of(item: DamageItem) -> WorkKey:
-            return "damage of a window on KV heads", astuple(window), gates, list(heads), hash_of(item.requests)
+            return "damage of a window on KV heads", window.key, gates, list(heads), hash_of(item.requests)
 
         damage_PC = np.empty((len(requests), len(heads)), dtype=np.float32)
         for item, damages in self._measured(measure_damages, work, key_of, np.asarray):
@@ -114,7 +114,7 @@ class DamagePool(PromptPool):
         ]
 
         def key_of(item: NeedItem) -> WorkKey:
-            return "distant mass and output norm of texts", astuple(window), hash_of(item.requests)
+            return "distant mass and output norm of texts", window.key, hash_of(item.requests)
 
         sums = {item.name: needs for item, needs in self._measured(measure_needs, work, key_of, np.stack)}
         readers = self.pool.one(_readers, None)
@@ -149,6 +149,7 @@ def measure_damages(lm: LoadedModel, item: DamageItem) -> np.ndarray:
         gates=item.gates,
         scored=[request.scored_tokens for request in item.requests],
         heads=item.heads,
+        block=item.window.block,
         batch_tokens=item.batch_tokens,
     )
     at = [[layer for layer, _ in item.heads], [kv_head for _, kv_head in item.heads]]
@@ -188,7 +189,7 @@ def _readers(lm: LoadedModel, _: None) -> dict[KvHead, list[tuple[int, int]]]:
 def read_prompts(config: PlanConfig, identity: ModelIdentity) -> list[Prompts]:
     """Return the texts of a measurement, and the prompts of each family of recall tasks."""
     tokens = config.longest(identity)
-    prompts = [text_prompts(config.corpus, identity, tokens, config.sequences, config.windows[-1].width)]
+    prompts = [text_prompts(config.corpus, identity, tokens, config.sequences, config.windows[-1].covers)]
     if config.recall_prompts:
         with fixed_by("Set `recall_prompts` to 0, or raise `max_tokens` if the length is too small"):
             prompts += recall_prompts(identity, tokens, config.recall_prompts, config.seed)

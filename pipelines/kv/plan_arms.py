@@ -2,7 +2,7 @@
 
 *Forward*: window masks in the scored pass; every token, of the context too, sees what the plan keeps. *Decode*: the
 context is read with full attention, the cache evicts keys, and the rest is read from it. A likelihood in one pass would
-not show an eviction, so an arm names its mode.
+not show an eviction, so an arm names its mode. With a plan for a serving engine, forward is what the engine computes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from headscan.analysis.plans import HeadPlan, budget_lengths, check_model, planned_bytes, random_plan
 from headscan.analysis.store.records import ArmKind
-from headscan.kv.kept_keys import KeptKeys, PlannedKvHead
+from headscan.kv.kept_keys import KeptKeys
 from headscan.kv.kv_windows import KvEviction, KvWindows
 from headscan.pipelines.runs.run_context import ModelContext
 from headscan.pipelines.scoring.arms import Arm
@@ -37,18 +37,24 @@ class KeptHead:
 
 @dataclass(frozen=True)
 class KeptHeads:
-    """The decisions of a plan without its evidence: small enough to be sent with every item of work."""
+    """The decisions of a plan without its evidence, with the sizes of its engine: small enough to be sent with every
+    item of work.
+    """
 
     heads: tuple[KeptHead, ...]
+    block: int | None = None
+    chunk: int | None = None
 
     @classmethod
-    def of(cls, heads: Sequence[PlannedKvHead]) -> KeptHeads:
-        return cls(tuple(KeptHead(h.layer, h.kv_head, h.action, h.sink, h.recent) for h in heads))
+    def of(cls, plan: HeadPlan) -> KeptHeads:
+        heads = tuple(KeptHead(h.layer, h.kv_head, h.action, h.sink, h.recent) for h in plan.heads)
+        return cls(heads, plan.block, plan.chunk)
 
     @property
     def fingerprint(self) -> str:
         """Six hexadecimal digits, equal for equal decisions."""
-        return hashlib.sha256(repr(self.heads).encode()).hexdigest()[:6]
+        sizes = "" if self.block is self.chunk is None else f"{self.block} {self.chunk}"
+        return hashlib.sha256((repr(self.heads) + sizes).encode()).hexdigest()[:6]
 
     @property
     def reduced(self) -> int:
@@ -60,7 +66,7 @@ def plan_arms(plan: HeadPlan, modes: Sequence[PlanMode], controls: int) -> list[
     """Return the arms of a plan, and ``controls`` random plans with the same bytes, in each mode. Plans with the same
     windows have the same random plans, in arms of the same name.
     """
-    chosen = KeptHeads.of(plan.heads)
+    chosen = KeptHeads.of(plan)
     share = chosen.reduced / len(chosen.heads)
     unit = " by layer" if plan.granularity == "layer" else ""
     label = f"{plan.method}{unit} {100 * share:g}% {chosen.fingerprint}"
@@ -70,7 +76,7 @@ def plan_arms(plan: HeadPlan, modes: Sequence[PlanMode], controls: int) -> list[
         arms.append(_arm(chosen, mode, name, plan))
         for seed in range(controls):
             drawn = random_plan(plan, seed)
-            dealt = KeptHeads.of(drawn.heads)
+            dealt = KeptHeads.of(drawn)
             name = f"random plan{unit} {100 * share:g}% {dealt.fingerprint} seed {seed}, {mode}"
             arms.append(replace(_arm(dealt, mode, name, drawn), kind=ArmKind.RANDOM_PLAN, seed=seed))
     return arms
@@ -94,14 +100,14 @@ def _kv_shares(plan: HeadPlan) -> tuple[tuple[int, float], ...]:
     because arms of one name must have the same details.
     """
     return tuple(
-        (tokens, planned_bytes(plan, tokens) / sum(layer.cache_bytes(tokens) for layer in plan.model.layers))
+        (tokens, planned_bytes(plan, tokens) / plan.model.cache_bytes(tokens, plan.block))
         for tokens in budget_lengths(plan.model.max_tokens)
     )
 
 
 def narrowest_window(kept: KeptKeys) -> int | None:
-    """Return the fewest tokens that a reduced KV head keeps; None if all KV heads keep all tokens."""
-    return min((window.width for _, _, window in kept.windows), default=None)
+    """Return the tokens of the longest text in which reduced KV heads show all keys; None if all KV heads keep all."""
+    return min((window.covers for _, _, window in kept.windows), default=None)
 
 
 def window_notes(arms: Sequence[Arm], requests: Iterable[Request | GenerationRequest]) -> list[str]:

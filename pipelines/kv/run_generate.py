@@ -82,7 +82,7 @@ class GenerationComparison:
 
 def run_generate(config: GenerateConfig, model: ModelContext) -> GenerationComparison:
     """Generate the text with both caches on one replica."""
-    kept = KeptHeads.of(config.plan.heads)
+    kept = KeptHeads.of(config.plan)
     prompt = config.prompt_ids(model.identity)
     refuse_staged(model.pool, "generation of text")
     check_plan(config.plan, model)

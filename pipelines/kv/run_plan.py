@@ -4,7 +4,8 @@ An estimate at one head at a time may rank neighbours wrongly, and the losses of
 each head near the budget's edge is flipped, with all others as they are, and exchanges are tried, on a few of the
 prompts. The best exchanges are measured on all prompts, and the best one is made, as long as that lowers the loss by
 more than its standard error. The loss of the plan is measured on held-out prompts. In a plan by layer, a "head" below
-is a layer, named by its first KV head.
+is a layer, named by its first KV head. Windows are in whole blocks if the plan has them, but
+without its chunks, which only widen them; the loss of the finished plan is that of both.
 
 Shapes: C candidate KV heads, or layers.
 """
@@ -289,7 +290,15 @@ def _allocated(
     widths = {
         head: (window.sink, window.recent) for unit, window in windows.items() for head in measurement.units[unit]
     }
-    return allocate(scores, budget, sink=widest.sink, recent=widest.recent, windows=widths)
+    return allocate(
+        scores,
+        budget,
+        sink=widest.sink,
+        recent=widest.recent,
+        windows=widths,
+        block=measurement.config.block,
+        chunk=measurement.config.chunk,
+    )
 
 
 def _order(measurement: Measurement, scores: KeepScores) -> list[KvHead]:

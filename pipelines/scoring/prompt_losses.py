@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -173,7 +173,7 @@ class PromptPool:
 
         def key_of(item: LikelihoodItem | BundleItem) -> WorkKey:
             group, _ = items[item.name]
-            windows = [[[layer, head, *astuple(kept)] for layer, head, kept in sets[index].windows] for index in group]
+            windows = [[[layer, head, *kept.key] for layer, head, kept in sets[index].windows] for index in group]
             return "losses under window masks", windows, hash_of(item.requests)
 
         def numbers(results: Sequence[Responses[LogLikelihood]]) -> list[list[list[float]]]:

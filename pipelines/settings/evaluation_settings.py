@@ -392,6 +392,11 @@ class ChosenArms:
         check_limits(self, InterventionError)
         object.__setattr__(self, "models", tuple(map(os.fspath, self.models)))
         check_pairs(self.heads)
+        if self.plans:
+            from headscan.analysis.plans import check_is_plan
+
+            for plan in self.plans if isinstance(self.plans, tuple | list) else (self.plans,):
+                check_is_plan(plan)
         if not self.plan_modes:
             raise InterventionError("`plan_modes` is empty (limit 1 mode). Set `plan_modes`")
         ablates = bool(self.heads or self.mask or self.criterion)

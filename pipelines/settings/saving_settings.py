@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -123,6 +122,10 @@ class PlanConfig:
         recents: Widths of recent tokens; each KV head gets the narrowest that costs hardly more than the widest.
         gates: Values of the gates of `kv_damages_by_sequence`.
         granularity: ``layer`` measures windows on whole layers, one layer at a time.
+        block: Tokens of a block of the serving engine, as in a `HeadPlan`; windows are measured in whole blocks. None
+            keeps single tokens.
+        chunk: Tokens that see the same window, as in a `HeadPlan`; only the finished plan is measured with it, because
+            it widens windows. None gives each token its own.
         seed: Seed of the recall prompts.
         batch_tokens: Tokens of one pass, padding included.
 
@@ -156,13 +159,16 @@ class PlanConfig:
         bool, Option("choose the KV heads or layers near the budget's edge by their loss with real window masks")
     ] = True
     granularity: Literal["kv_head", "layer"] = "kv_head"
+    block: Annotated[int | None, Limits(least=1)] = None
+    chunk: Annotated[int | None, Limits(least=1)] = None
     seed: Seed = 0
     batch_tokens: Count = BATCH_TOKENS
 
     def __post_init__(self) -> None:
-        from headscan.analysis.plans import PlanError
+        from headscan.analysis.plans import PlanError, check_chunk
 
         check_limits(self, PlanError)
+        check_chunk(self.chunk, self.block)
         for name in ("recents", "gates"):
             if not getattr(self, name):
                 raise PlanError(f"`{name}` is empty (limit 1 value). Set `{name}`")
@@ -170,7 +176,7 @@ class PlanConfig:
     @property
     def windows(self) -> tuple[Window, ...]:
         """Windows, narrowest first."""
-        return tuple(Window(self.sink, recent) for recent in sorted(set(self.recents)))
+        return tuple(Window(self.sink, recent, self.block or 1) for recent in sorted(set(self.recents)))
 
     @property
     def unit_names(self) -> str:
@@ -205,11 +211,10 @@ class GenerateConfig:
     rounds: Annotated[int, Option("times that each text is generated", least=1)] = 1
 
     def __post_init__(self) -> None:
-        from headscan.analysis.plans import HeadPlan, PlanError
+        from headscan.analysis.plans import PlanError, check_is_plan
 
         check_limits(self, PlanError)
-        if not isinstance(self.plan, HeadPlan):
-            raise PlanError(f"`plan={reprlib.repr(self.plan)}` is no HeadPlan. Read it with load_plan")
+        check_is_plan(self.plan)
 
     def prompt_ids(self, identity: ModelIdentity) -> tuple[int, ...]:
         """Return the tokens of the prompt."""

@@ -58,8 +58,7 @@ def caches(plans: Sequence[HeadPlan], tokens: int, file: Path) -> Candidates:
     """Return candidates that keep less cache, which is counted at ``tokens`` tokens."""
     arms = [plan_arms(plan, ("forward",), 0)[0] for plan in plans]
     layers = plans[0].model.layers
-    whole = sum(layer.cache_bytes(tokens) for layer in layers)
-    saved = [1 - planned_bytes(plan, tokens) / whole for plan in plans]
+    saved = [1 - planned_bytes(plan, tokens) / plan.model.cache_bytes(tokens, plan.block) for plan in plans]
     saving = Saving(
         CACHED,
         (),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from headscan.analysis.plans import (
     WindowShare,
     allocate,
     budget_lengths,
+    check_model,
     load_plan,
     planned_bytes,
     planned_layer_bytes,
@@ -25,6 +28,7 @@ from headscan.analysis.plans import (
     random_plan,
     random_scores,
 )
+from headscan.pipelines.settings.evaluation_settings import ChosenArms
 from tests.analysis.plan_fixtures import site
 
 #: Bytes of one token in one KV head: a key and a value of 8 numbers in bfloat16; layer 3 has 16 numbers.
@@ -205,3 +209,71 @@ def test_models_without_candidates_are_refused_with_the_reason() -> None:
         model, _ = planned_model(run_row([a_site]))
         with pytest.raises(PlanError, match=why):
             random_scores(model, 0)
+
+
+@pytest.mark.parametrize(("tokens", "window"), [(7, 8), (16, 16), (17, 20), (41, 20), (64, 16), (4096, 16)])
+def test_blocks_of_a_serving_engine_are_counted_whole(tokens: int, window: int, tmp_path) -> None:
+    """Windows of 4 + 12 tokens in blocks of 4: one first block, and those of the last 12 tokens, 3 or 4."""
+    plan = plan_of(WindowHeads(6), block=4)
+    whole = -(-tokens // 4) * 4
+    start = max(0, tokens - 12) // 4 * 4
+    assert window == min(whole, 4 + whole - start)
+    bound = 2 * SMALL * -(-min(tokens, 31) // 4) * 4
+    assert planned_bytes(plan, tokens) == WHOLE * window + bound
+    lengths = plan_of(KVBytes(planned_bytes(plan, tokens), tokens), block=4).budget.lengths
+    assert [each.planned_bytes for each in lengths if each.tokens == tokens] == [WHOLE * window + bound]
+    assert [each.kv_bytes for each in lengths if each.tokens == tokens] == [WHOLE * whole + bound]
+
+
+@pytest.mark.parametrize(("tokens", "window"), [(7, 8), (20, 20), (25, 24), (40, 36), (41, 20), (60, 36), (4096, 32)])
+def test_chunks_of_a_serving_engine_are_counted(tokens: int, window: int) -> None:
+    """Windows of 4 + 12 tokens in blocks of 4 and chunks of 20: until its end a chunk keeps the 12 tokens before it."""
+    plan = plan_of(WindowHeads(6), block=4, chunk=20)
+    bound = 2 * SMALL * -(-min(tokens, 31) // 4) * 4
+    assert planned_bytes(plan, tokens) == WHOLE * window + bound
+    lengths = plan_of(KVBytes(planned_bytes(plan, tokens), tokens), block=4, chunk=20).budget.lengths
+    assert [each.planned_bytes for each in lengths if each.tokens == tokens] == [WHOLE * window + bound]
+
+
+@pytest.mark.parametrize("chunk", [8, 500])
+def test_a_chunk_that_is_no_multiple_of_its_block_is_refused(chunk: int, tmp_path) -> None:
+    message = rf"`chunk={chunk}` \(limit 1, or a multiple of `block=16`\)"
+    with pytest.raises(PlanError, match=message):
+        plan_of(WindowHeads(2), block=16, chunk=chunk)
+    file = plan_of(WindowHeads(2), block=16, chunk=512).save(tmp_path / "plan.json")
+    file.write_text(file.read_text().replace('"chunk": 512', f'"chunk": {chunk}'))
+    with pytest.raises(PlanError, match=message):
+        load_plan(file)
+    assert plan_of(WindowHeads(2), block=16, chunk=1).chunk == 1 and plan_of(WindowHeads(2), chunk=chunk).block is None
+
+
+def test_plans_state_blocks_and_chunks_only_if_they_have_them(tmp_path) -> None:
+    plain, engine = plan_of(WindowHeads(2)), plan_of(WindowHeads(2), block=16, chunk=512)
+    assert '"block"' not in plain.to_json() and '"chunk"' not in plain.to_json()
+    assert load_plan(plain.save(tmp_path / "plain.json")) == plain and plain.block is plain.chunk is None
+    loaded = load_plan(engine.save(tmp_path / "engine.json"))
+    assert loaded == engine and (loaded.block, loaded.chunk) == (16, 512)
+    assert "for an engine with blocks of 16 tokens and chunks of 512 tokens" in loaded.summary()
+    assert (random_plan(loaded, 3).block, random_plan(loaded, 3).chunk) == (16, 512)
+    for wrong in (0, -1, "16", 1.5, True):
+        with pytest.raises(PlanError, match="block"):
+            plan_of(WindowHeads(2), block=wrong)
+
+
+@pytest.mark.parametrize("path", [None, {"heads": []}, 3, ["head_plan.json"]])
+def test_a_plan_is_read_from_a_path(path: object) -> None:
+    with pytest.raises(PlanError, match=r"`path=.*limit a path\)"):
+        load_plan(path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("plan", ["head_plan.json", {"heads": []}, None])
+def test_other_things_than_plans_are_refused(plan: Any) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: planned_bytes(plan, 64),
+        lambda: random_plan(plan, 0),
+        lambda: check_model(plan, grid=()),
+        lambda: ChosenArms(plans=(plan,)),
+    ]
+    for call in calls:
+        with pytest.raises(PlanError, match=r"`plan=.*` is no HeadPlan. Read it with load_plan"):
+            call()

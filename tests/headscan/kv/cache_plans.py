@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,8 +27,9 @@ class PlainHead:
     sink: int | None = None
     recent: int | None = None
 
-    def kept_tokens(self, tokens: int) -> int:
-        """Return how many of ``tokens`` tokens the head keeps."""
+    def kept_tokens(self, tokens: int, block: int | None = None, chunk: int | None = None) -> int:
+        """Return how many of ``tokens`` tokens the head keeps, without blocks."""
+        assert block is chunk is None
         if self.action == "full":
             return tokens
         return min(tokens, (self.sink or 0) + (self.recent or 0))
@@ -39,6 +40,8 @@ class PlainPlan:
     """A plan for `PlanCache` and `KeptKeys`."""
 
     heads: tuple[PlainHead, ...]
+    block: int | None = None
+    chunk: int | None = None
 
     def bytes(self, rows: int, tokens: int, token_bytes: int) -> int:
         """Return the bytes of a cache; ``token_bytes`` are those of one token's key and value in one head."""
@@ -118,3 +121,52 @@ def greedily(lm: LoadedModel, cache: PlanCache, ids: Tensor, steps: int) -> tupl
 def error(found: Tensor, expected: Tensor) -> float:
     """Return the largest error relative to the largest expected number."""
     return float((found - expected).abs().max() / expected.abs().max())
+
+
+@torch.no_grad()
+def explicit_logits(
+    lm: LoadedModel,
+    plan: PlainPlan,
+    ids: Tensor,
+    seen_BNN: Tensor,
+    text_BN: Tensor,
+    window_of: Callable[[int, int], Tensor] | None = None,
+) -> Tensor:
+    """Return the logits of transformers' eager attention with one explicit mask per layer and head: a key is seen if
+    ``seen_BNN`` shows it and the window of its KV head does. ``text_BN`` is the index of each token in its own text,
+    and its position. ``window_of`` returns the mask of a window by sink and recent; None is the rule of single tokens.
+    Llama models only.
+    """
+    model = lm.model
+    query, key = text_BN[:, :, None], text_BN[:, None]
+    window_of = window_of or (lambda sink, recent: (key < sink) | (key > query - recent))
+    group = model.config.num_attention_heads // model.config.num_key_value_heads
+    handles, previous = [], model.config._attn_implementation
+    for layer, block in enumerate(model.model.layers):
+        kept = []
+        for head in (head for head in plan.heads if head.layer == layer):
+            if head.action == "window":
+                kept.append(seen_BNN & window_of(head.sink, head.recent))
+            else:
+                kept.append(seen_BNN if head.action == "full" else torch.zeros_like(seen_BNN))
+        mask = torch.stack(kept, 1).repeat_interleave(group, 1)
+        dropped = torch.tensor([head.action == "drop" for head in plan.heads if head.layer == layer])
+
+        def masked(_: object, args: tuple[Tensor, ...], kwargs: dict[str, object], mask: Tensor = mask) -> object:
+            lowest = torch.finfo(torch.float32).min / 2  # eager attention has its softmax in float32
+            additive = torch.zeros(mask.shape, dtype=model.dtype).masked_fill(~mask, lowest)
+            return args, kwargs | {"attention_mask": additive}
+
+        def emptied(_: object, args: tuple[Tensor, ...], dropped: Tensor = dropped) -> tuple[Tensor, ...]:
+            heads = args[0].unflatten(-1, (len(dropped), -1))
+            return (heads.masked_fill(dropped[:, None], 0.0).flatten(-2),)
+
+        handles.append(block.self_attn.register_forward_pre_hook(masked, with_kwargs=True))
+        handles.append(block.self_attn.o_proj.register_forward_pre_hook(emptied))
+    model.set_attn_implementation("eager")
+    try:
+        return model(ids, position_ids=text_BN.clamp_min(0), use_cache=False).logits
+    finally:
+        model.set_attn_implementation(previous)
+        for handle in handles:
+            handle.remove()

@@ -11,6 +11,7 @@ from headscan.attention.calls import ScoredCall
 from headscan.kv import kv_windows, window_keys
 from headscan.kv.kept_keys import DROPPED, HeadGroup, Window
 from headscan.kv.kv_windows import windowed
+from headscan.kv.padded_masks import MaskReader
 from headscan.kv.window_keys import grouped_attention, seen_by_window, windowed_output
 
 
@@ -64,7 +65,7 @@ def test_windows_equal_an_explicit_softmax(seed: int) -> None:
         return causal & (near | (at < window.sink))[S - N :] if window != DROPPED else torch.zeros_like(causal)
 
     expected = explicit(call, torch.stack([seen(of_head[h // G]) for h in range(K * G)])[None])
-    assert (windowed(call, groups) - expected).abs().max() <= 1e-5 * expected.abs().max().clamp_min(1)
+    assert (windowed(call, groups, MaskReader()) - expected).abs().max() <= 1e-5 * expected.abs().max().clamp_min(1)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1)])
@@ -75,9 +76,9 @@ def test_the_heads_of_a_group_are_selected_without_copying_lists(order: tuple[in
     call = ScoredCall(torch.randn(1, 6, 9, 4), torch.randn(1, 3, 9, 4), torch.randn(1, 3, 9, 4), 0.5, causal=True)
     groups = (HeadGroup(order[:2], None), HeadGroup(order[2:], Window(1, 3)))
     monkeypatch.setattr(torch, "tensor", lambda *a, **k: made.append(a) or tensor(*a, **k))
-    first = windowed(call, groups)
+    first = windowed(call, groups, MaskReader())
     assert len(made) == (0 if order == (0, 1, 2) else 2)  # the indices of KV heads and of query heads
-    assert torch.equal(windowed(call, groups), first) and len(made) <= 2
+    assert torch.equal(windowed(call, groups, MaskReader()), first) and len(made) <= 2
 
 
 @torch.enable_grad()
@@ -86,8 +87,8 @@ def test_derivatives_may_follow_inference_mode() -> None:
     query, key = torch.randn(1, 6, 9, 4, requires_grad=True), torch.randn(1, 3, 9, 4)
     groups = (HeadGroup((0, 2), None), HeadGroup((1,), Window(1, 3)))
     with torch.inference_mode():
-        windowed(ScoredCall(query, key, key, 0.5, causal=True), groups)
-    out = windowed(ScoredCall(query, key, key, 0.5, causal=True, softcap=3.0), groups)
+        windowed(ScoredCall(query, key, key, 0.5, causal=True), groups, MaskReader())
+    out = windowed(ScoredCall(query, key, key, 0.5, causal=True, softcap=3.0), groups, MaskReader())
     (gradient,) = torch.autograd.grad(out.sum(), [query])
     assert gradient.isfinite().all()
 
@@ -115,10 +116,10 @@ def test_windows_pass_gradients() -> None:
     shapes = ((1, 4, 40, 4), (1, 2, 40, 4), (1, 2, 40, 3))
     tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     weight = torch.randn(1, 4, 40, 3, dtype=torch.float64)
-    found = torch.autograd.grad((windowed_output(*tensors, 3, 8, 0.5) * weight).sum(), tensors)
+    found = torch.autograd.grad((windowed_output(*tensors, Window(3, 8), 0.5) * weight).sum(), tensors)
     query, key, value = tensors
     scores = 0.5 * query @ key.repeat_interleave(2, 1).mT
-    scores = scores.masked_fill(~seen_by_window(40, 40, 3, 8, scores.device)[:, None], float("-inf"))
+    scores = scores.masked_fill(~seen_by_window(40, 40, Window(3, 8), scores.device)[:, None], float("-inf"))
     expected = torch.autograd.grad((scores.softmax(-1) @ value.repeat_interleave(2, 1) * weight).sum(), tensors)
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours - theirs).abs().max() <= 1e-10

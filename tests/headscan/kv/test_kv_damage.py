@@ -17,6 +17,7 @@ from headscan.kv import kv_damage as gate_gradients
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import kv_damages_by_sequence, window_candidates
 from headscan.kv.kv_windows import KvWindows
+from headscan.kv.padded_masks import MaskReader
 from headscan.layers.blocks import find_blocks
 from tests.headscan.kv.gate_oracle import oracle_damages, sequence_losses
 from tests.small_models import distinct_first, make_loaded
@@ -179,8 +180,9 @@ def test_values_wider_than_keys_have_windows() -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, 30, width) for heads, width in ((4, 4), (2, 4), (2, 6)))
     call = ScoredCall(query.requires_grad_(), key, value, 0.5, causal=True)
-    near = gate_gradients._near(call, Window(SINK, RECENT))
-    narrow = gate_gradients._near(ScoredCall(query, key, value[..., :4], 0.5, causal=True), Window(SINK, RECENT))
+    near = gate_gradients._near(call, Window(SINK, RECENT), MaskReader())
+    narrow_call = ScoredCall(query, key, value[..., :4], 0.5, causal=True)
+    narrow = gate_gradients._near(narrow_call, Window(SINK, RECENT), MaskReader())
     torch.testing.assert_close(near[..., :4], narrow)
     assert near.requires_grad and gate_gradients._output(call).shape == near.shape
 

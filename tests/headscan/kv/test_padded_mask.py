@@ -8,7 +8,7 @@ from weakref import ref
 import pytest
 import torch
 
-from headscan.kv.plan_layer import MaskReader
+from headscan.kv.padded_masks import MaskReader
 
 
 def padded() -> torch.Tensor:
@@ -20,8 +20,8 @@ def padded() -> torch.Tensor:
 def test_a_mask_dies_with_the_pass() -> None:
     reader, mask = MaskReader(), padded()
     first = reader.read(mask, place=True)
-    assert reader.read(mask, place=True) is first and first.starts_B is not None
-    assert first.starts_B.tolist() == [0, 3]
+    assert reader.read(mask, place=True) is first and first.real_BS is not None
+    assert first.real_BS.sum(1).tolist() == [6, 3]
     gone = ref(mask)
     del mask, first
     gc.collect()
@@ -38,5 +38,5 @@ def test_copies_on_other_devices_are_not_read_again(same: bool) -> None:
             reader.read(copy, place=True)
         return
     found = reader.read(copy, place=True)
-    assert found.last_start == 3 and found.seen_BNS.device.type == found.starts_B.device.type == "meta"
+    assert found.gaps == 0 and found.seen_BNS.device.type == found.real_BS.device.type == "meta"
     assert reader.read(mask, place=True).seen_BNS.device.type == "cpu"

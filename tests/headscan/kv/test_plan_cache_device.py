@@ -25,8 +25,9 @@ from headscan.kv import decode_attention
 from headscan.kv.decode_attention import OneQueryKeys
 from headscan.kv.kept_keys import DROPPED, HeadGroup, Window
 from headscan.kv.kv_windows import windowed
+from headscan.kv.padded_masks import MaskReader
 from headscan.kv.plan_cache import PlanCache
-from headscan.kv.plan_layer import MaskReader, PlanLayer
+from headscan.kv.plan_layer import PlanLayer
 from tests.devices import assert_near, on
 from tests.headscan.attention.emulated_flash import flash_attention_forward
 from tests.headscan.kv.cache_plans import FULL, Kind, in_chunks, oracle, random_plan
@@ -150,7 +151,7 @@ class Decoding:
     def expected(self, row: int = 0, first: int = 0) -> Tensor:
         """Return the output (1, H, S, Dv) of a row's tokens from ``first``, without the cache, in float32."""
         tensors = [x[row : row + 1, :, first : self.at].float().cpu() for x in (self.query, self.key, self.value)]
-        return windowed(ScoredCall(*tensors, 0.25, causal=True), self.groups)
+        return windowed(ScoredCall(*tensors, 0.25, causal=True), self.groups, MaskReader())
 
 
 def check(found: Tensor, expected: Tensor, name: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ from transformers import DynamicCache
 
 from headscan.errors import PlanMismatchError, UnsupportedModelError
 from headscan.kv.kept_keys import HeadGroup, Window
+from headscan.kv.padded_masks import MaskReader
 from headscan.kv.plan_cache import PlanCache
-from headscan.kv.plan_layer import MaskReader, PlanMixedLayer
+from headscan.kv.plan_layer import PlanMixedLayer
 from headscan.models.loaded_model import LoadedModel
 from tests.headscan.kv.cache_plans import (
     FULL,
@@ -135,3 +138,30 @@ def test_a_plan_names_each_kv_head_of_a_layer_once(kv_heads: tuple[int, ...]) ->
     plan = PlainPlan(tuple(PlainHead(0, kv_head, *FULL) for kv_head in kv_heads))
     with pytest.raises(PlanMismatchError, match="plan entries of layer 0: KV heads"):
         PlanCache(plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefill": "Full"}, r"`prefill='Full'` \(limit window or full\)"),
+        ({"prefill": None}, r"`prefill=None` \(limit window or full\)"),
+        ({"max_tokens": -1}, r"`max_tokens=-1` \(limit a whole number from 1 on, or None\)"),
+        ({"max_tokens": 0}, r"`max_tokens=0` "),
+        ({"max_tokens": 4.0}, r"`max_tokens=4.0` "),
+        ({"max_tokens": True}, r"`max_tokens=True` "),
+        ({"config": "a path"}, r"`config` is a str .* Pass `model.config`"),
+        ({"config": {"hidden_size": 4}}, r"`config` is a dict "),
+        ({"plan": "head_plan.json"}, r"`plan='head_plan.json'` is a str, no plan. Read its file with"),
+        ({"plan": Path("head_plan.json")}, r"is a \w*Path, no plan"),
+        ({"plan": {"heads": []}}, r"is a dict, no plan"),
+        ({"plan": None}, r"is a NoneType, no plan"),
+        ({"plan": [(0, 1)]}, r"is a list, no plan"),
+        ({"plan": SimpleNamespace(heads=({"layer": 0},))}, r"entry 0 of the plan is a dict without layer, kv_head"),
+        ({"plan": SimpleNamespace(heads="full")}, r"is a SimpleNamespace, no plan"),
+    ],
+)
+def test_arguments_of_a_wrong_kind(options: dict[str, Any], message: str) -> None:
+    arguments = {"plan": plan_of([[NARROW, FULL]] * 3), **options}
+    with pytest.raises(PlanMismatchError, match=message) as caught:
+        PlanCache(**arguments)
+    assert "\n" not in str(caught.value)

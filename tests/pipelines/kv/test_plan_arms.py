@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from headscan.analysis.plans import (
     KVBytes,
@@ -12,6 +16,7 @@ from headscan.analysis.plans import (
     PlannedModel,
     WindowHeads,
     allocate,
+    load_plan,
     planned_bytes,
     random_plan,
     random_scores,
@@ -52,7 +57,7 @@ def test_a_plan_is_an_arm_in_each_mode(model: PlannedModel) -> None:
     plan = replace(plan_for(model, [(0, 0), (2, 1)], dropped=[(1, 0)]), method="imported")
     forward, decode = plan_arms(plan, PLAN_MODES, 0)
     heads = len(plan.heads)
-    label = f"plan imported {100 * 3 / heads:g}% {KeptHeads.of(plan.heads).fingerprint}"
+    label = f"plan imported {100 * 3 / heads:g}% {KeptHeads.of(plan).fingerprint}"
     assert (forward.name, decode.name) == (f"{label}, forward", f"{label}, decode")
     assert type(forward.intervention) is KvWindows and type(decode.intervention) is KvEviction
     for arm, mode in ((forward, "forward"), (decode, "decode")):
@@ -124,6 +129,39 @@ def test_a_plan_of_another_model_is_refused(spec: ModelSpec, pool: InProcessPool
         with pytest.raises(PlanError, match=f"another {what}.*c0ffee" if "config_hash" in changes else what) as caught:
             check_plan(other, context)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("use_cache", [{"use_cache": False}, {}])
+def test_use_cache_of_a_configuration_makes_no_other_model(
+    spec: ModelSpec, pool: InProcessPool, model: PlannedModel, tmp_path: Path, use_cache: dict[str, bool]
+) -> None:
+    folder = shutil.copytree(spec.source, tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("use_cache") is True
+    (folder / "config.json").write_text(json.dumps(config | use_cache))
+    copy = replace(spec, source=str(folder))
+    check_plan(plan_for(model, 2), ModelContext(copy, lambda _: pool))
+    (folder / "config.json").write_text(json.dumps(config | use_cache | {"rms_norm_eps": 0.5}))
+    with pytest.raises(PlanError, match="another configuration hash"):
+        check_plan(plan_for(model, 2), ModelContext(copy, lambda _: pool))
+
+
+def test_weights_in_other_files_are_refused_with_the_way_to_go_on(
+    spec: ModelSpec, pool: InProcessPool, model: PlannedModel, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(spec.source, tmp_path / "copy")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    for part in range(2):
+        shard = {name: weights[name] for name in sorted(weights)[part::2]}
+        save_file(shard, folder / f"model-{part}.safetensors")
+    context, plan = ModelContext(replace(spec, source=str(folder)), lambda _: pool), plan_for(model, 2)
+    with pytest.raises(PlanError, match=r"another weights hash .*set model\.weights_hash of the plan to null$"):
+        check_plan(plan, context)
+    data = json.loads(plan.to_json())
+    data["model"]["weights_hash"] = None
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    check_plan(load_plan(tmp_path / "plan.json"), context)
 
 
 def test_in_half_precision_window_masks_need_the_kernels_of_rules_and_caches_the_models_own(
