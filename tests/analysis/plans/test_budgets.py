@@ -262,7 +262,7 @@ def test_plans_state_blocks_and_chunks_only_if_they_have_them(tmp_path) -> None:
 
 @pytest.mark.parametrize("path", [None, {"heads": []}, 3, ["head_plan.json"]])
 def test_a_plan_is_read_from_a_path(path: object) -> None:
-    with pytest.raises(PlanError, match="`path` is of type .*Pass the file of a plan"):
+    with pytest.raises(PlanError, match=r"`path` is of type .*Pass the file of a plan"):
         load_plan(path)  # type: ignore[arg-type]
 
 
