@@ -71,7 +71,7 @@ def auto_class(config: PreTrainedConfig, source: str, trust_remote_code: bool) -
     predicting = next((auto for auto in order if type(config) in auto._model_mapping), None)
     if predicting is not None and is_saved_as(config, predicting):
         return predicting
-    reads_text = predicting is not None or hasattr(config.get_text_config(), "vocab_size")
+    reads_text = predicting is not None or hasattr(config.get_text_config(decoder=True), "vocab_size")
     # A decoder without a head predicts tokens by its embedding, if the two are tied.
     is_tied = predicting is AutoModelForCausalLM and getattr(config, "tie_word_embeddings", False)
     for auto in (*_OTHER_HEADS, AutoModelForTextEncoding, *(() if is_tied else (AutoModel,))):
