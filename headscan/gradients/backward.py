@@ -182,7 +182,8 @@ _DIFFERENTIABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def refuse_lost_derivatives(lm: LoadedModel) -> None:
-    """Raise if a quantised module passes no derivative on to its input. Kernels without one cut the graph in silence.
+    """Raise if a quantised module passes no derivative on to its input. Such kernels cut the graph without an error.
+
     One module of each kind is tried on random numbers: it is linear, so the derivative follows from its outputs.
     """
     kinds: dict[tuple[object, ...], tuple[str, nn.Module]] = {}

@@ -14,6 +14,7 @@ most), K KV heads, G query heads per KV head, D and Dv widths of a key and of a 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import astuple, replace
 from typing import NamedTuple, TypeVar
@@ -224,7 +225,7 @@ GROWTH = 256
 _Pair = tuple[Tensor, Tensor]
 
 
-class _Buffers:
+class _Buffers(ABC):
     """Buffers of the keys and values of several KV heads, which ``tokens`` tokens fill from the first place on.
 
     New tokens are written in place, except where that would fail or change a graph of derivatives: after a pass with
@@ -257,9 +258,9 @@ class _Buffers:
         return 0 if self._buffers is None else self._buffers[0].shape[2]
 
     @property
+    @abstractmethod
     def _kept(self) -> int:
         """Number of tokens held, in whole blocks."""
-        raise NotImplementedError
 
     @property
     def nbytes(self) -> int:
