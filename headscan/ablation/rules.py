@@ -286,7 +286,7 @@ def _rule_lengths(
         sources[f"no {mask_argument(lm)}"] = torch.full((sequences,), tokens)
     lengths = agreed_lengths(sources, sequences, tokens)
     if record_lengths is not None and isinstance(ids, Tensor) and ids.shape == (sequences, tokens):
-        refuse_left_padding(lm, ids, lengths)
+        refuse_left_padding(lm, ids, lengths, decoder=mask_argument(lm).startswith("decoder"))
     if lm.rope_lengths.vary:
         lm.rope_lengths.check(tokens, lengths.tolist())
     return lengths

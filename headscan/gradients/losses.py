@@ -240,9 +240,7 @@ class TargetTextLoss(Loss):
         *,
         summed: bool = False,
     ) -> TargetTextLoss:
-        configs = (lm.model.config, lm.model.generation_config)
-        starts = [getattr(config, "decoder_start_token_id", None) for config in configs]
-        start = next((start for start in (*starts, lm.model.config.pad_token_id) if start is not None), None)
+        start = lm.decoder_start_id
         if start is None or not 0 <= start < lm.vocab_size:
             raise UnsupportedModelError(
                 f"{lm.source} has no first token of the decoder: {start} (limit {lm.vocab_size - 1}). Set "

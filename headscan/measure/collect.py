@@ -200,7 +200,7 @@ class _ModelInputs:
         if decoder_input_ids is None:
             decoder_ids, real_decoder_lengths = ids, lengths
         else:
-            decoder_ids, real_decoder_lengths = check_ids(lm, decoder_input_ids, decoder_lengths)
+            decoder_ids, real_decoder_lengths = check_ids(lm, decoder_input_ids, decoder_lengths, decoder=True)
             if len(decoder_ids) != len(ids):
                 raise SequenceError(
                     f"batch sizes of encoder and decoder differ: {len(ids)}, {len(decoder_ids)}. Pass equal ones"
@@ -235,8 +235,12 @@ def _mask(ids: Tensor, lengths: Tensor) -> Tensor:
     return real_tokens(lengths, ids.shape[1]).long()
 
 
-def check_ids(lm: LoadedModel, input_ids: TokenIds, lengths: Tensor | Sequence[int] | None) -> tuple[Tensor, Tensor]:
-    """Return token ids (B, N), as wide as the longest sequence, and lengths (B,) on the model's input device."""
+def check_ids(
+    lm: LoadedModel, input_ids: TokenIds, lengths: Tensor | Sequence[int] | None, *, decoder: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return token ids (B, N), as wide as the longest sequence, and lengths (B,) on the model's input device. With
+    ``decoder``, the decoder of an encoder-decoder reads them.
+    """
     check_loaded(lm)
     padded_here = not isinstance(input_ids, Tensor | np.ndarray)
     input_ids, lengths = token_ids(lm, input_ids, lengths)
@@ -260,7 +264,7 @@ def check_ids(lm: LoadedModel, input_ids: TokenIds, lengths: Tensor | Sequence[i
             f"lengths are out of range: {int(lengths.min())} to {int(lengths.max())} (limit 1 to {N}). Correct them"
         )
     if not padded_here:
-        refuse_left_padding(lm, input_ids, lengths)
+        refuse_left_padding(lm, input_ids, lengths, decoder=decoder)
     longest = int(lengths.max())
     if not lm.keeps_padding:
         input_ids = input_ids[:, :longest]  # the other columns are padding in every row
@@ -281,13 +285,16 @@ def check_ids(lm: LoadedModel, input_ids: TokenIds, lengths: Tensor | Sequence[i
     return input_ids.to(lm.device), lengths.to(lm.device)
 
 
-def refuse_left_padding(lm: LoadedModel, ids: Tensor, lengths: Tensor) -> None:
+def refuse_left_padding(lm: LoadedModel, ids: Tensor, lengths: Tensor, *, decoder: bool = False) -> None:
     """Raise if a sequence of a batch (B, N) with lengths (B,) is padded on the left: it begins with as many padding ids
     as it has tokens to spare, and ends with tokens. A text that begins with padding ids itself has to be padded on the
-    right by the same id, by `PADDING` or by no id of the vocabulary.
+    right by the same id, by `PADDING` or by no id of the vocabulary. The first token of a decoder, which often is the
+    padding id, does not count.
     """
-    tokens = ids.shape[1]
     lengths = lengths.to(ids.device)
+    if decoder and lm.decoder_start_id is not None and bool((ids[:, 0] == lm.decoder_start_id).all()):
+        ids, lengths = ids[:, 1:], lengths - 1
+    tokens = ids.shape[1]
     padded = lengths < tokens
     if not bool(padded.any()):
         return

@@ -328,6 +328,13 @@ class LoadedModel:
         return int(embeddings.weight.shape[0])
 
     @property
+    def decoder_start_id(self) -> int | None:
+        """Id of the token with which the decoder of an encoder-decoder begins; None if the model names none."""
+        configs = (self.model.config, self.model.generation_config)
+        starts = [getattr(config, "decoder_start_token_id", None) for config in configs]
+        return next((start for start in (*starts, self.model.config.pad_token_id) if start is not None), None)
+
+    @property
     def is_encoder_decoder(self) -> bool:
         """True if the model has an encoder and a decoder."""
         return bool(self.model.config.is_encoder_decoder)

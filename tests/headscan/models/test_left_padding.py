@@ -66,6 +66,19 @@ def test_the_texts_of_a_decoder_are_checked_too() -> None:
         headscan.collect(lm, RIGHT, LENGTHS, decoder_input_ids=LEFT, decoder_lengths=LENGTHS)
 
 
+def test_the_first_token_of_a_decoder_may_be_the_padding_id() -> None:
+    """T5 and others begin with it, and the target text behind it may be one token longer than the inputs."""
+    lm = padded_by(PAD, "t5")
+    lm.model.config.decoder_start_token_id = PAD
+    texts = torch.tensor([[PAD, 7, 8, 9, 10, 11], [PAD, 7, 8, 9, 10, 11]])
+    expected = headscan.collect(lm, RIGHT, LENGTHS, decoder_input_ids=texts[:, :5], decoder_lengths=[5, 5])
+    found = headscan.collect(lm, RIGHT, LENGTHS, decoder_input_ids=texts, decoder_lengths=[5, 6])
+    torch.testing.assert_close(found["entropy"][0], expected["entropy"][0])
+    with pytest.raises(HeadscanError, match="padded on the left"):
+        padded = torch.tensor([[PAD, PAD, PAD, 7, 8, 9], [PAD, 7, 8, 9, 10, 11]])
+        headscan.collect(lm, RIGHT, LENGTHS, decoder_input_ids=padded, decoder_lengths=[4, 6])
+
+
 def test_the_tokenizer_knows_the_padding_id() -> None:
     lm = padded_by(None)
     headscan.collect(lm, LEFT, LENGTHS)
