@@ -117,8 +117,8 @@ class Plan(OptionalModelVerb, RunVerb):
     block: Annotated[
         int | None,
         Option(
-            "tokens of a block of the serving engine's KV cache, in whole ones of which windows are kept (default: "
-            "single tokens)",
+            "tokens of a block of the serving engine's KV cache; windows are kept in whole blocks (default: single "
+            "tokens)",
             metavar="TOKENS",
             least=1,
         ),

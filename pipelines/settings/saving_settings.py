@@ -231,11 +231,8 @@ class GenerateConfig:
         message = [{"role": "user", "content": self.prompt}]
         try:
             written = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-        except (
-            ValueError,
-            TypeError,
-            TemplateError,
-        ) as problem:  # several templates without a default, or a broken one
+        # A tokenizer may have several templates without a default, or a broken one.
+        except (ValueError, TypeError, TemplateError) as problem:
             raise ModelLoadError(
                 f"the chat template of {identity.name} cannot be used: {first_line(problem)}. Correct it, or leave out "
                 "`apply_chat_template`"
