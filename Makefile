@@ -53,10 +53,10 @@ docs: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/mkdocs build --strict
 
-# What follows from the declarations: the digest of a changed schema, in analysis/store/connection.py, docs/catalogue.md, and the
+# What follows from the declarations: the digest of a changed schema, in headscan/store/connection.py, docs/catalogue.md, and the
 # table of statistics in docs/measuring.md.
 schema: $(VENV)/.ready
-	$(BIN)/python -m tests.analysis.store.write_digest
+	$(BIN)/python -m tests.numbers.store.write_digest
 	$(BIN)/python docs/generated_pages.py
 
 # Eight minutes at most; `make gpu-8b OPTIONS=--tiny` runs the same steps on a small model on the CPU.
@@ -64,7 +64,7 @@ gpu-8b:
 	$(GPU_PYTHON) -m tests.benchmarks.bench_8b $(ON_GPU) $(OPTIONS)
 
 gpu:
-	$(GPU_PYTHON) -m pytest tests/headscan -m gpu --device cuda --minutes 5 -n 8 --dist loadfile
+	$(GPU_PYTHON) -m pytest tests/instrument -m gpu --device cuda --minutes 5 -n 8 --dist loadfile
 	$(GPU_PYTHON) -m tests.benchmarks.bench_instrument $(ON_GPU) --parts --seconds 6 --loads 8B:8:4096,8B:4:32768,1B:8:4096,1B:8:4096:8
 	$(GPU_PYTHON) -m tests.benchmarks.bench_cache $(ON_GPU) --shape 8B --layers 4 --tokens 32768 --rows 1,8,32 --steps 8
 	$(GPU_PYTHON) -m tests.benchmarks.bench_arms $(ON_GPU) --beside whole --shapes 8B --questions 40 --batch 32 --rounds 1

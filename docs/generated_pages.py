@@ -12,10 +12,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from headscan.analysis.store.store import Store
-from headscan.analysis.store.tables import TABLES
-from headscan.analysis.store.views import ALL_RUNS, VIEW_COMMENTS, VIEWS
 from headscan.catalog import BEHAVIOURS, CRITERIA, IMPORTANCES, PROFILES, SCORES, STATISTICS
+from headscan.store.store import Store
+from headscan.store.tables import TABLES
+from headscan.store.views import ALL_RUNS, VIEW_COMMENTS, VIEWS
 
 CATALOGUE, MEASURING = (Path(__file__).parent / name for name in ("catalogue.md", "measuring.md"))
 #: Lines around the table of statistics.
@@ -99,7 +99,7 @@ def _declarations(declared: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _schema() -> Iterator[str]:
-    yield "# Schema\n\nGenerated from `analysis/store/`. [Store](store.md) explains how the tables are used.\n"
+    yield "# Schema\n\nGenerated from `headscan/store/`. [Store](store.md) explains how the tables are used.\n"
     columns = _columns()
     yield "## Tables\n"
     for table in TABLES.values():

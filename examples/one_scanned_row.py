@@ -23,11 +23,11 @@ from headscan.grid import AttentionSite
 
 lm = headscan.load("demo", device="cpu", dtype="float32")
 
-# 1. One sequence: the beginning of a module that the model has not read (in a scan: pipelines/corpora/sequences.py).
+# 1. One sequence: the beginning of a module that the model has not read (in a scan: headscan/texts/sequences.py).
 ids = lm.require_tokenizer()(inspect.getsource(textwrap)[:1000])["input_ids"]
 
 # 2. Statistics of every head (sequences, layers, heads), from one pass of the model, and a score computed from them (in
-# a scan: `MeasureShard.run` in pipelines/measure/run_scan.py; scores are views of the store).
+# a scan: `MeasureShard.run` in headscan/steps/run_scan.py; scores are views of the store).
 measured = ("first_token_weight", "entropy", "output_norm")
 stats = headscan.collect(lm, [ids], statistics=measured)
 score = headscan.score(stats, "output_norm_ln")

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 
 import headscan
-from headscan.analysis.store.records import ArmKind
-from headscan.analysis.verdicts.paired import QuestionClusters, paired_difference
-from headscan.analysis.verdicts.verdict_words import ArmVerdict
-from headscan.pipelines.corpora.stdlib_files import held_out_files
-from headscan.pipelines.evaluate.continuation_task import make_questions
+from headscan.store.records import ArmKind
+from headscan.texts.continuation_task import make_questions
+from headscan.texts.stdlib_files import held_out_files
+from headscan.verdicts.paired import QuestionClusters, paired_difference
+from headscan.verdicts.verdict_words import ArmVerdict
 
 lm = headscan.load("demo", device="cpu", dtype="float32")
 
 # 1. A score of every head on texts (texts, layers, heads), and the value below which the lowest 10 % lie (in the
-# pipeline: `rules_by_score` in pipelines/scoring/arms.py, from a scan in the store).
+# pipeline: `rules_by_score` in headscan/engine/arms.py, from a scan in the store).
 files = held_out_files()  # Python modules that the demo model has not read
 texts = [path.read_text(encoding="utf-8")[:1000] for path in files[:3]]
 scores = headscan.score(headscan.collect(lm, texts), "output_norm_ln")
@@ -31,7 +31,7 @@ threshold = float(scores.quantile(0.1))
 rule = headscan.HeadRule("output_norm_ln", threshold)
 
 # 3. The questions, on other modules: which of four passages continues a text? (In the pipeline: tasks of lm-eval, whose
-# requests `SharedRowItem` in pipelines/scoring/shared_row_likelihood.py answers.)
+# requests `SharedRowItem` in headscan/engine/shared_row_likelihood.py answers.)
 questions = [question for path in files[3:18] for question in make_questions([path], 2)]
 tokenizer = lm.require_tokenizer()
 start = tokenizer("")["input_ids"]  # the token that begins every text
@@ -69,7 +69,7 @@ with (
 ):
     ablated = right_answers()
 
-# 4. The verdict: a paired difference with its interval, and the rule of `decision` in analysis/verdicts/decision.py.
+# 4. The verdict: a paired difference with its interval, and the rule of `decision` in headscan/verdicts/decision.py.
 # Questions of one module are correlated, so whole modules are drawn for the interval.
 clusters = QuestionClusters(len(questions), clusters=np.array([question["module"] for question in questions]))
 paired = paired_difference(whole, ablated, clusters)

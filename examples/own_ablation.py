@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import headscan
-from headscan.pipelines import jobs  # before torch, whose threads then wait asleep
-from headscan.pipelines.corpora.stdlib_files import held_out_files
-from headscan.pipelines.evaluate.continuation_task import DEMO_TASK, write_task
+from headscan import jobs  # before torch, whose threads then wait asleep
+from headscan.texts.continuation_task import DEMO_TASK, write_task
+from headscan.texts.stdlib_files import held_out_files
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 import headscan
-from headscan.analysis.plans import load_plan, write_pattern
-from headscan.pipelines import jobs
+from headscan import jobs
+from headscan.plans import load_plan, write_pattern
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "headscan-examples")
 folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import headscan
-from headscan.pipelines import jobs
+from headscan import jobs
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "headscan-examples")
 out = folder / "smaller"

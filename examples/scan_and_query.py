@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import headscan
-from headscan.pipelines import jobs
+from headscan import jobs
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "headscan-examples")
 folder.mkdir(parents=True, exist_ok=True)

@@ -13,12 +13,16 @@ until a program imports transformers, and then removes itself.
 
 At the top of the package, `loading` loads a model by its `model_spec`, and `grid` names its heads. `catalog` declares
 statistics, scores and criteria. `options` describes settings to the command line, `errors` holds the errors of users,
-`long_work` keeps the numbers of long jobs, and `architectures` holds small random models for tests.
+`long_work` keeps the numbers of long jobs, `text_tables` writes tables for a terminal, and `architectures` holds small
+random models for tests.
 
 The folders: `models`, `checkpoints` and `sizing` (a model, its files, its costs); `attention`, `statistics` and
 `measure` (statistics of heads); `ablation` and `layers` (heads ablated, parts of a model run); `gradients` and `gates`
-(heads judged by derivatives of the loss); `kv` and `pruning` (smaller caches, smaller models). The packages `cluster`,
-`analysis` and `pipelines` build on these.
+(heads judged by derivatives of the loss); `kv` and `pruning` (smaller caches, smaller models).
+
+`cluster` does the same work on many devices. `store`, `ranking`, `verdicts`, `plans` and `report` say what the numbers
+mean. The verbs: `steps` and their `settings`, `texts`, the `engine` that answers requests, the records of `runs`,
+`export` and `study`; `jobs` calls them from Python, `cli` from the command line, and `demo` is the bundled model.
 """
 
 import sys

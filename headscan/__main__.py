@@ -3,4 +3,4 @@
 from runpy import run_module
 
 # By name, because the library does not depend on the package of the command line.
-run_module("headscan.pipelines.cli.main", run_name="__main__")
+run_module("headscan.cli.main", run_name="__main__")

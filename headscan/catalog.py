@@ -259,7 +259,7 @@ TermScale = Literal["none", "norm", "mean", "range", "1 - range"]
 
 
 #: Means over sequences that importances consist of. `headscan.pruning.head_values` measures them, and
-#: `headscan.analysis.store.views` computes them from ``head_importance``.
+#: `headscan.store.views` computes them from ``head_importance``.
 TermMean = Literal["importance", "sequence_importance", "relative_entropy", "prompt_importance"]
 
 #: ``importance`` on recall prompts instead of texts.
@@ -373,7 +373,7 @@ class RecallFamily:
 
 
 #: Everything that differs between families of recall questions, in the order in which they are asked. The generators
-#: of `headscan.pipelines.scoring.recall_tasks` make the questions.
+#: of `headscan.texts.recall_tasks` make the questions.
 RECALL_FAMILIES: dict[str, RecallFamily] = {
     f.name: f
     for f in (

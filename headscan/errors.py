@@ -66,6 +66,65 @@ class MemoryLimitError(HeadscanError):
     """One sequence does not fit into memory."""
 
 
+# Errors of stores, rankings and verdicts.
+
+
+class StoreError(HeadscanError):
+    """The store cannot be opened, read or written."""
+
+
+class StoreMissingError(StoreError):
+    """The path has no store."""
+
+
+class NotAStoreError(StoreError):
+    """The file is not a headscan store."""
+
+
+class StoreVersionError(StoreError):
+    """The store's schema is newer, or older and cannot be upgraded."""
+
+
+class StoreChangedError(StoreError):
+    """Tables, views or functions of the store differ from the schema."""
+
+
+class StoreLockedError(StoreError):
+    """Another process held the store for longer than the timeout."""
+
+
+class FinishedArmError(StoreError):
+    """A finished arm got responses; another process may have finished it."""
+
+
+class StoreFullError(StoreError):
+    """The store's disk or quota is full; nothing was written."""
+
+
+class ResumeError(StoreError):
+    """Software or device changed since the unfinished run began."""
+
+
+class MergeError(StoreError):
+    """Two stores have other rows of the same run, or are one store."""
+
+
+class QueryError(HeadscanError):
+    """DuckDB refused a query; the message is the first line of DuckDB's."""
+
+
+class SelectionError(HeadscanError):
+    """Heads cannot be ranked or selected."""
+
+
+class EffectError(HeadscanError):
+    """Effects of heads cannot be computed: arms or answers are missing."""
+
+
+class VerdictError(HeadscanError):
+    """Arms cannot be compared: answers are missing or do not pair up."""
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UnknownNameError:
     """Return the error for a name that is not in ``known``, with the nearest names, or else the first."""
     known, shown = list(dict.fromkeys(known)), repr(name) if isinstance(name, str) else reprlib.repr(name)

@@ -7,7 +7,7 @@
         def __post_init__(self) -> None:
             check_limits(self, CorpusError)
 
-Type and default follow from the field. `headscan.pipelines.cli.option_parser` makes the parser. This module imports no
+Type and default follow from the field. `headscan.cli.option_parser` makes the parser. This module imports no
 library.
 """
 

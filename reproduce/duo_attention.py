@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from paper_run import Step, beside, parser, run
 
-from headscan.analysis.plans import HeadPlan, load_plan, read_pattern, write_pattern
+from headscan.plans import HeadPlan, load_plan, read_pattern, write_pattern
 
 #: Published at this share of KV heads with a full cache, for grouped heads; 0.25 for models without groups.
 PAPER_FULL = 0.5

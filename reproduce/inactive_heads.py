@@ -12,9 +12,9 @@ import sys
 
 from paper_run import Step, beside, parser, run
 
-from headscan.analysis.store.store import Store
-from headscan.pipelines.corpora.stdlib_files import held_out_files
-from headscan.pipelines.evaluate.continuation_task import DEMO_TASK, write_task
+from headscan.store.store import Store
+from headscan.texts.continuation_task import DEMO_TASK, write_task
+from headscan.texts.stdlib_files import held_out_files
 
 #: The 13 scores of the paper's main table.
 SCORES = (

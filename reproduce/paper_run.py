@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headscan.analysis.text_tables import text_table
+from headscan.cli.main import main as headscan
+from headscan.cli.place import placement_lines
 from headscan.cluster.devices import imagined, this_machine
 from headscan.cluster.placement_base import PlacementRequest, format_bytes, parse_bytes
 from headscan.cluster.placements import place
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.cli.main import main as headscan
-from headscan.pipelines.cli.place import placement_lines
 from headscan.sizing.forward_flops import forward_flops
 from headscan.sizing.model_sizes import model_sizes
+from headscan.text_tables import text_table
 
 #: A backward pass takes twice the operations of a forward pass.
 FORWARD, FORWARD_AND_BACKWARD = 1, 3

@@ -24,7 +24,13 @@ import numpy as np
 import torch
 from scipy import stats
 
-from headscan.analysis.plans import (
+from headscan.catalog import MassWidths
+from headscan.cluster.placements import WholePlacement
+from headscan.cluster.pool import InProcessPool
+from headscan.engine.prompt_losses import ALL_KEYS, PromptPool, Prompts, recall_prompts, text_prompts
+from headscan.kv.kept_keys import KeptKeys, Window
+from headscan.model_spec import ModelSpec
+from headscan.plans import (
     HeadPlan,
     PlanMethod,
     PlannedModel,
@@ -34,24 +40,18 @@ from headscan.analysis.plans import (
     random_plan,
     random_scores,
 )
-from headscan.analysis.store.store import Store
-from headscan.analysis.text_tables import text_table
-from headscan.catalog import MassWidths
-from headscan.cluster.placements import WholePlacement
-from headscan.cluster.pool import InProcessPool
-from headscan.kv.kept_keys import KeptKeys, Window
-from headscan.model_spec import ModelSpec
-from headscan.pipelines.corpora import CorpusSpec, TokenConfig
-from headscan.pipelines.kv.damage_measurement import Measurement
-from headscan.pipelines.kv.run_plan import run_plan
-from headscan.pipelines.measure.run_probe import run_probe
-from headscan.pipelines.measure.run_scan import run_scan
-from headscan.pipelines.runs.model_identity import fingerprint
-from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.run_context import Run
-from headscan.pipelines.scoring.prompt_losses import ALL_KEYS, PromptPool, Prompts, recall_prompts, text_prompts
-from headscan.pipelines.settings.measure_settings import ProbeConfig, ScanConfig
-from headscan.pipelines.settings.saving_settings import PlanConfig
+from headscan.runs.model_identity import fingerprint
+from headscan.runs.progress import Progress
+from headscan.runs.run_context import Run
+from headscan.settings.measure_settings import ProbeConfig, ScanConfig
+from headscan.settings.saving_settings import PlanConfig
+from headscan.steps.damage_measurement import Measurement
+from headscan.steps.run_plan import run_plan
+from headscan.steps.run_probe import run_probe
+from headscan.steps.run_scan import run_scan
+from headscan.store.store import Store
+from headscan.text_tables import text_table
+from headscan.texts import CorpusSpec, TokenConfig
 
 #: The plan that is compared with all others.
 MEASURED = "measured"

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from headscan.analysis.store.store import Store
-from headscan.pipelines.evaluate.continuation_task import CONTINUATION
+from headscan.store.store import Store
+from headscan.texts.continuation_task import CONTINUATION
 
 #: Questions, and blocks with a loss, below which an arm is left out.
 _LEAST, _LEAST_BLOCKS = 200, 20

@@ -14,8 +14,8 @@ import sys
 
 from paper_run import FORWARD_AND_BACKWARD, Step, beside, parser, run
 
-from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.head_effects import effect_facts, read_effects
+from headscan.store.store import Store
+from headscan.verdicts.head_effects import effect_facts, read_effects
 
 #: Heads of the encoder of the translation model, those with an effect, and those that are better removed.
 PAPER_HEADS, PAPER_SIGNIFICANT, PAPER_HELPFUL = 96, 8, 4

@@ -14,19 +14,19 @@ import yaml
 from plans import MEASURED
 from scipy.stats import kendalltau
 
-from headscan.analysis.store.store import Store
-from headscan.analysis.store.tables import ACCURACY, LOSS
-from headscan.analysis.store.verdict_limits import MARGIN
-from headscan.analysis.verdicts.criterion_points import agreements, criterion_points
-from headscan.analysis.verdicts.judge import judge
-from headscan.analysis.verdicts.metrics import RATES, Increase, rate_increase
-from headscan.analysis.verdicts.ordered_shares import read_losses
-from headscan.analysis.verdicts.paired import Interval
-from headscan.analysis.verdicts.scope_verdicts import RecallVerdict
-from headscan.analysis.verdicts.verdict_words import ArmVerdict
 from headscan.catalog import DAMAGE, LAYER_DROP, RANDOM, RECALL_FAMILIES
-from headscan.pipelines.referee.referee_table import CriterionLoss, criterion_losses
-from headscan.pipelines.runs.progress import time_text
+from headscan.runs.progress import time_text
+from headscan.steps.referee.referee_table import CriterionLoss, criterion_losses
+from headscan.store.store import Store
+from headscan.store.tables import ACCURACY, LOSS
+from headscan.store.verdict_limits import MARGIN
+from headscan.verdicts.criterion_points import agreements, criterion_points
+from headscan.verdicts.judge import judge
+from headscan.verdicts.metrics import RATES, Increase, rate_increase
+from headscan.verdicts.ordered_shares import read_losses
+from headscan.verdicts.paired import Interval
+from headscan.verdicts.scope_verdicts import RecallVerdict
+from headscan.verdicts.verdict_words import ArmVerdict
 
 #: Options of the comparison: one half of the texts measures the criteria, the other one judges.
 COMPARED = tuple("--shares 0.05,0.1,0.2,0.3,0.4 --controls 3 --max-tokens 256 --sequences 48 --no-recall".split())

@@ -12,31 +12,29 @@ ROOT = Path(__file__).parents[1]
 #: Files next to the repository that are no part of it; tests that need them are skipped where they are missing.
 SHARED = ROOT.parent / "shared"
 
-#: Folder at the top of the repository: the package that it is.
-PACKAGES = {
-    "headscan": "headscan",
-    "cluster": "headscan.cluster",
-    "analysis": "headscan.analysis",
-    "pipelines": "headscan.pipelines",
+#: Parts of the package, and their folders; the instrument has all other folders, and the files at the top.
+PARTS = {
+    "instrument": (),
+    "cluster": ("cluster",),
+    "numbers": ("store", "ranking", "verdicts", "plans", "report"),
+    "jobs": ("settings", "texts", "engine", "runs", "steps", "export", "study", "jobs", "cli", "demo"),
 }
 
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module of the four packages by its name; links between the folders are not followed."""
+    """Every module of the package by its name."""
     found = {}
-    for folder, package in PACKAGES.items():
-        for path in (ROOT / folder).rglob("*.py"):
-            if not any(parent.is_symlink() for parent in path.parents):
-                inside = path.relative_to(ROOT / folder).with_suffix("").parts
-                found[".".join([package, *inside]).removesuffix(".__init__")] = path
+    for path in (ROOT / "headscan").rglob("*.py"):
+        found[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
     assert len(found) > 200
     return found
 
 
-def package_of(module: str) -> str:
-    """The one of the four packages that holds a module."""
-    return max((name for name in PACKAGES.values() if f"{module}.".startswith(f"{name}.")), key=len)
+def part_of(module: str) -> str:
+    """The part of the package that holds a module."""
+    folder = f"{module}.".split(".")[1]
+    return next((part for part, folders in PARTS.items() if folder in folders), "instrument")
 
 
 def re_exports(module: ModuleType) -> dict[str, str]:

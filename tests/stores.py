@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from headscan.analysis.store.connection import checked_file
+from headscan.store.connection import checked_file
 
 
 def copy_store(source: Path, target: Path) -> Path:

@@ -15,14 +15,14 @@ from pkgutil import resolve_name
 
 import pytest
 
-from headscan.analysis.store.store import Store
-from headscan.analysis.store.tables import TABLES
-from headscan.analysis.store.views import VIEWS
 from headscan.catalog import SCORES, STATISTICS
-from headscan.pipelines.corpora.stdlib_files import held_out_files
-from headscan.pipelines.evaluate.continuation_task import CONTINUATION, write_task
-from tests.analysis.conftest import make_profiles, make_stats, write_scan
-from tests.analysis.sweep_fixtures import write_sweep
+from headscan.store.store import Store
+from headscan.store.tables import TABLES
+from headscan.store.views import VIEWS
+from headscan.texts.continuation_task import CONTINUATION, write_task
+from headscan.texts.stdlib_files import held_out_files
+from tests.numbers.conftest import make_profiles, make_stats, write_scan
+from tests.numbers.sweep_fixtures import write_sweep
 from tests.sources import ROOT, modules, public_names
 from tests.test_readme import PAGES, README
 
@@ -87,7 +87,7 @@ def test_names_that_python_blocks_and_notebooks_import_exist() -> None:
 def test_attributes_and_arguments_in_python_blocks_exist() -> None:
     """Names behind `headscan.` and `jobs.`, and the keywords of calls to them."""
     import headscan
-    from headscan.pipelines import jobs
+    from headscan import jobs
 
     modules = {"headscan": headscan, "jobs": jobs}
     options = {None, *jobs.JobOptions.__annotations__}  # the keywords of every job, and ``**`` of a call
@@ -111,7 +111,7 @@ def test_attributes_and_arguments_in_python_blocks_exist() -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     """A name is rendered from where it is defined, is listed as a member of `jobs`, or stands in a sentence."""
     import headscan
-    from headscan.pipelines import jobs
+    from headscan import jobs
 
     page = PAGES["api.md"]
     rendered = {path: resolve_name(path) for path in re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)}

@@ -8,11 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from headscan.analysis.verdicts.confirmation import record_confirmation
-from headscan.analysis.verdicts.verdict_rows import record_verdicts
-from tests.analysis.conftest import make_profiles, make_stats, write_scan
-from tests.analysis.sweep_fixtures import write_sweep
-from tests.sources import ROOT, modules
+from headscan.verdicts.confirmation import record_confirmation
+from headscan.verdicts.verdict_rows import record_verdicts
+from tests.numbers.conftest import make_profiles, make_stats, write_scan
+from tests.numbers.sweep_fixtures import write_sweep
+from tests.sources import ROOT, modules, part_of
 
 
 def python(code: str) -> str:
@@ -29,9 +29,9 @@ PathFinder.find_spec = classmethod(lambda cls, name, *more: None if hides(name) 
 """
 
 
-def test_analysis_works_without_torch() -> None:
+def test_stored_numbers_are_read_without_torch() -> None:
     hide = without("torch", "transformers", "accelerate", "ray", "datasets", "lm_eval")
-    use = "".join(f"import {name}\n" for name in modules() if name.startswith("headscan.analysis"))
+    use = "".join(f"import {name}\n" for name in modules() if part_of(name) == "numbers")
     assert python(f"{hide}{use}print('fine')") == "fine\n"
 
 
@@ -44,14 +44,10 @@ def test_importing_headscan_loads_no_torch() -> None:
 
 def test_help_imports_no_library() -> None:
     shown = subprocess.run(
-        [sys.executable, "-m", "headscan.pipelines.cli.main", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
+        [sys.executable, "-m", "headscan.cli.main", "--help"], capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout
     assert "headscan demo" in shown
-    parse = "import sys; from headscan.pipelines.cli.main import build_parser; build_parser()"
+    parse = "import sys; from headscan.cli.main import build_parser; build_parser()"
     assert (
         python(f"{parse}; print({{'torch', 'ray', 'duckdb', 'numpy', 'scipy', 'pydantic'}} & set(sys.modules))")
         == "set()\n"
@@ -102,7 +98,7 @@ def test_reading_verbs_need_no_torch(tmp_path: Path) -> None:
     verbs = (["status"], ["rank"], ["roles"], ["sql", "select 1"], ["report", "--out", str(tmp_path / "r.html")])
     code = f"""
 import sys
-from headscan.pipelines.cli.main import main
+from headscan.cli.main import main
 for verb in {verbs!r}:
     code = main([*verb, "--store", {str(store.path)!r}])
     print("after", verb[0], code, sorted({{"torch", "transformers", "scipy.stats"}} & set(sys.modules)))

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from headscan.pipelines.cli.main import VERBS
-from tests.sources import PACKAGES, ROOT, cycles, imports_of, modules, package_of
+from headscan.cli.main import VERBS
+from tests.sources import PARTS, ROOT, cycles, imports_of, modules, part_of
 
-#: What each package may import in addition to the standard library and itself.
+#: What each part of the package may import in addition to the standard library and itself.
 ALLOWED = {
-    "headscan": {"torch", "transformers", "accelerate", "numpy", "safetensors", "huggingface_hub", "gguf", "peft"},
-    "headscan.cluster": {"ray", "headscan", "torch", "transformers", "numpy", "psutil"},
-    "headscan.analysis": {
+    "instrument": {"torch", "transformers", "accelerate", "numpy", "safetensors", "huggingface_hub", "gguf", "peft"},
+    "cluster": {"instrument", "ray", "torch", "transformers", "numpy", "psutil"},
+    "numbers": {
         "duckdb",
         "fsspec",
         "pyarrow",
@@ -32,11 +32,12 @@ ALLOWED = {
         "pydantic_core",
         "headscan.catalog",
         "headscan.errors",
+        "headscan.text_tables",
     },
-    "headscan.pipelines": {
-        "headscan",
-        "headscan.cluster",
-        "headscan.analysis",
+    "jobs": {
+        "instrument",
+        "cluster",
+        "numbers",
         "torch",
         "transformers",
         "tokenizers",
@@ -54,38 +55,31 @@ ALLOWED = {
         "shtab",
     },
 }
-#: A package imports from those with a lower level, and from itself.
-LEVELS = {"headscan": 0, "headscan.cluster": 1, "headscan.analysis": 1, "headscan.pipelines": 2}
 
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 #: Random-weight models for tests and benchmarks, which the library uses nowhere but in the list of architectures.
-FOR_TESTS, USES_THEM = "headscan.architectures", "headscan.pipelines.cli.models"
+FOR_TESTS, USES_THEM = "headscan.architectures", "headscan.cli.models"
 
 
-@pytest.mark.parametrize("package", ALLOWED)
-def test_a_package_imports_only_what_it_may(package: str) -> None:
+@pytest.mark.parametrize("part", ALLOWED)
+def test_a_part_imports_only_what_it_may(part: str) -> None:
     for module, path in modules().items():
-        if package_of(module) != package:
+        if part_of(module) != part:
             continue
         for name in imports_of(path):
             top = name.partition(".")[0]
-            own = top == "headscan" and package_of(name) == package
-            lower = top == "headscan" and package_of(name) in ALLOWED[package]
-            fine = own or lower or top in sys.stdlib_module_names or {top, name} & (ALLOWED[package] - {"headscan"})
+            own = top == "headscan" and part_of(name) in {part, *ALLOWED[part]}
+            fine = own or top in sys.stdlib_module_names or {top, name} & ALLOWED[part]
             assert fine, f"{path.relative_to(ROOT)} imports {name}"
 
 
-def test_the_table_of_the_design_names_what_a_package_may_import() -> None:
-    rows = re.findall(
-        r"^\| `([\w.]+)`[^|]*\|[^|]*\|([^|]*)\|$", (ROOT / "docs/design.md").read_text("utf-8"), re.MULTILINE
-    )
-    named = {
-        package: re.sub(r"of `headscan` only `catalog`, `errors`", "headscan.catalog, headscan.errors", cell)
-        for package, cell in rows
-        if package in PACKAGES.values()
-    }
-    assert {package: set(re.findall(r"[\w.]+", cell)) for package, cell in named.items()} == ALLOWED
+def test_the_table_of_the_design_names_what_a_part_may_import() -> None:
+    design = (ROOT / "docs/design.md").read_text("utf-8")
+    rows = re.findall(r"^\| (\w+) \|([^|]*)\|[^|]*\|([^|]*)\|$", design, re.MULTILINE)
+    named = {part: (folders, cell) for part, folders, cell in rows if part in ALLOWED}
+    assert {part: set(re.findall(r"[\w.]+", cell)) for part, (_, cell) in named.items()} == ALLOWED
+    assert {part: tuple(re.findall(r"`(\w+)/`", folders)) for part, (folders, _) in named.items()} == PARTS
 
 
 def test_imported_packages_are_declared() -> None:
@@ -104,29 +98,16 @@ def _normal(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-def test_no_import_runs_upwards() -> None:
-    for module, path in modules().items():
-        package = package_of(module)
-        for name in imports_of(path):
-            if name.partition(".")[0] == "headscan" and package_of(name) != package:
-                assert LEVELS[package_of(name)] < LEVELS[package], f"{path.relative_to(ROOT)} imports {name}"
-
-
-def test_folders_are_imported_by_their_installed_names() -> None:
-    for path in [*modules().values(), *TESTS]:
-        assert not {name.partition(".")[0] for name in imports_of(path)} & {"cluster", "analysis", "pipelines"}, path
-
-
 def test_no_files_import_each_other() -> None:
     """Imports of types count: a reader follows them, too."""
     assert cycles({module: imports_of(path) - {module} for module, path in modules().items()}) == []
 
 
 def test_no_folders_import_each_other() -> None:
-    """A package's own files count separately: `headscan.errors` is below its folders, loading above."""
+    """The files at the top count separately: `headscan.errors` is below the folders, `headscan.loading` above."""
 
     def folder(module: str) -> str:
-        at_top = module in PACKAGES.values() or module.rpartition(".")[0] in PACKAGES.values()
+        at_top = module == "headscan" or module.rpartition(".")[0] == "headscan"
         return module if at_top or modules()[module].stem == "__init__" else module.rpartition(".")[0]
 
     graph: dict[str, set[str]] = defaultdict(set)
@@ -142,8 +123,7 @@ def test_the_library_does_not_import_what_is_for_tests() -> None:
 
 def test_file_names_are_distinct() -> None:
     stems = Counter(path.stem for path in modules().values())
-    # Each package has its errors.
-    assert {stem: count for stem, count in stems.items() if count > 1} == {"__init__": stems["__init__"], "errors": 2}
+    assert {stem: count for stem, count in stems.items() if count > 1} == {"__init__": stems["__init__"]}
     tests = Counter(path.stem for path in TESTS if path.stem not in ("__init__", "conftest"))
     assert {stem: count for stem, count in tests.items() if count > 1} == {}
 
@@ -163,7 +143,7 @@ def test_names_in_the_docstrings_of_packages_exist() -> None:
 
 def test_the_docstring_of_a_package_names_what_it_holds() -> None:
     """A newcomer picks a file by it. Verbs are left out: each has the file of its name."""
-    files_of_verbs = {f"headscan.pipelines.cli.{verb}" for verb in VERBS}
+    files_of_verbs = {f"headscan.cli.{verb}" for verb in VERBS}
     for module, path in modules().items():
         inside = {other for other in modules() if other.rpartition(".")[0] == module} - files_of_verbs
         if path.stem == "__init__" and len(inside) > 1:
@@ -173,11 +153,10 @@ def test_the_docstring_of_a_package_names_what_it_holds() -> None:
             assert not unnamed, f"the docstring of {path.relative_to(ROOT)} lacks {', '.join(sorted(unnamed))}"
 
 
-def test_the_folders_of_tests_are_those_of_the_packages() -> None:
-    folders = {path.parent.relative_to(ROOT / "tests") for path in TESTS} - {
-        Path(),
-        Path("benchmarks"),
-        Path("engines"),
-        Path("golden"),
-    }
-    assert {str(folder) for folder in folders if not (ROOT / folder).is_dir()} == set()
+def test_the_folders_of_tests_are_those_of_the_package() -> None:
+    """Below the part of the package that they test."""
+    for folder in {path.parent.relative_to(ROOT / "tests") for path in TESTS}:
+        if folder.parts and folder.parts[0] in PARTS:
+            tested = Path("headscan", *folder.parts[1 - (folder.parts[0] == "cluster") :])
+            assert (ROOT / tested).is_dir(), folder
+            assert not folder.parts[1:] or part_of(".".join(tested.parts)) == folder.parts[0], folder

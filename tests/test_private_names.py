@@ -146,8 +146,8 @@ CHECKS: dict[str, tuple[Callable[[], bool], tuple[str, ...]]] = {
         offloaded_modules_have_a_hook,
         ("headscan/models/forward_inputs.py", "headscan/pruning/slice_heads.py"),
     ),
-    "_loglikelihood_tokens": (requests_arrive_as_tokens, ("pipelines/evaluate/harness.py",)),
-    "_bootstrap_internal": (bootstraps_take_a_seed_and_values, ("pipelines/evaluate/harness.py",)),
+    "_loglikelihood_tokens": (requests_arrive_as_tokens, ("headscan/texts/harness.py",)),
+    "_bootstrap_internal": (bootstraps_take_a_seed_and_values, ("headscan/texts/harness.py",)),
 }
 
 

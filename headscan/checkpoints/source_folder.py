@@ -361,7 +361,7 @@ def no_progress_bar() -> Iterator[None]:
 
 #: Name of the bundled model, and its folder.
 DEMO_MODEL = "demo"
-DEMO_FOLDER = Path(__file__).parents[1] / "pipelines" / "demo" / "demo-5m"
+DEMO_FOLDER = Path(__file__).parents[1] / "demo" / "demo-5m"
 
 
 def locate(source: str) -> str:

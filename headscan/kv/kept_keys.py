@@ -19,7 +19,7 @@ from headscan.grid import HeadGrid
 
 
 class PlannedKvHead(Protocol):
-    """One entry of a plan, such as ``headscan.analysis.plans.PlannedHead``."""
+    """One entry of a plan, such as ``headscan.plans.PlannedHead``."""
 
     @property
     def layer(self) -> int: ...
@@ -34,7 +34,7 @@ class PlannedKvHead(Protocol):
 
 
 class KvHeadPlan(Protocol):
-    """A plan with an entry for every KV head, such as ``headscan.analysis.plans.HeadPlan``. It may have ``block`` and
+    """A plan with an entry for every KV head, such as ``headscan.plans.HeadPlan``. It may have ``block`` and
     ``chunk``, the sizes of a serving engine as in `Window`; None means 1.
     """
 

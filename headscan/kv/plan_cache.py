@@ -44,7 +44,7 @@ class PlanCache(Cache):
 
     Args:
         plan: A plan with an entry for every KV head, such as a `HeadPlan` from `headscan.load_plan` (a file of
-            ``headscan plan``), `headscan.make_plan` (a stored scan or probe) or `headscan.pipelines.jobs.plan`.
+            ``headscan plan``), `headscan.make_plan` (a stored scan or probe) or `headscan.jobs.plan`.
         config: Configuration of the model, needed for models in which not every layer has attention with a full
             cache; None assumes that all have.
         prefill: ``window``: each prompt token sees its window, so the result does not depend on the passes, and with a

@@ -108,7 +108,7 @@ def _in_range(values: Tensor) -> Tensor:
     return _over(values - least, present.max() - least)
 
 
-#: Every `TermScale`, which `headscan.analysis.store.views` writes as SQL.
+#: Every `TermScale`, which `headscan.store.views` writes as SQL.
 _SCALES: Mapping[TermScale, Callable[[Tensor], Tensor]] = {
     "none": lambda values: values,
     "norm": lambda values: _over(values, values.nan_to_num().norm(dim=1, keepdim=True)),

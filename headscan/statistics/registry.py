@@ -1,7 +1,7 @@
 """All statistics by name, and the functions that run them.
 
 To add a statistic, declare it in `headscan.catalog`, implement it in one file of this folder, and compute its reference
-in ``tests/headscan/reference.py``; ``tests/headscan/test_completeness.py`` fails if one of the three is missing.
+in ``tests/instrument/reference.py``; ``tests/instrument/test_completeness.py`` fails if one of the three is missing.
 
 Shapes: B sequences, N tokens, S keys, H query heads, K KV heads, D width of a head's output.
 """

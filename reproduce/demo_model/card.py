@@ -12,10 +12,10 @@ from typing import Any
 
 from training_files import TRAINING_PACKAGES
 
-from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.judge import judge
-from headscan.pipelines.corpora.stdlib_files import HELD_OUT_MODULES
-from headscan.pipelines.demo import MODEL_FOLDER
+from headscan.demo import MODEL_FOLDER
+from headscan.store.store import Store
+from headscan.texts.stdlib_files import HELD_OUT_MODULES
+from headscan.verdicts.judge import judge
 
 _HEADS = {
     "first_token_weight": "First-token weight (mean attention on token 0, which is BOS)",

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from training_files import training_files
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headscan.pipelines.corpora.stdlib_files import held_out_files
+from headscan.texts.stdlib_files import held_out_files
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 

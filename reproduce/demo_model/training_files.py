@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headscan.pipelines.corpora.stdlib_files import NOT_LIBRARY, held_out_files, standard_library_files
+from headscan.texts.stdlib_files import NOT_LIBRARY, held_out_files, standard_library_files
 
 #: Packages whose source is used in training in addition to the standard library: varied, hand-written Python.
 TRAINING_PACKAGES = """

@@ -33,8 +33,6 @@ from transformers import Cache, StaticCache
 from transformers.utils import logging
 
 import headscan
-from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT
-from headscan.analysis.verdicts.paired import enough_questions
 from headscan.catalog import RECALL_FAMILIES, head_count
 from headscan.gradients.losses import NextTokenLoss
 from headscan.grid import Head
@@ -44,24 +42,18 @@ from headscan.measure.behaviour_probes import Needle
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import release_memory
-from headscan.pipelines.runs.progress import time_text
-from headscan.pipelines.scoring.prefix_tree import tokens_read_once
-from headscan.pipelines.settings.corpus_settings import CorpusSpec
-from headscan.pipelines.study.study_config import LONGEST_STUDY_TEXT, StudyConfig
-from headscan.pipelines.study.study_time import (
-    CHANGED,
-    PassCosts,
-    QuestionCosts,
-    TimedPass,
-    decided,
-    study_seconds,
-    time_pass,
-)
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.damage_curve import best_subsets, layer_moments
 from headscan.pruning.edited_model import read_weight
 from headscan.pruning.head_selection import HeadSelection, SelectionConfig
 from headscan.pruning.repair import RepairConfig, repair
+from headscan.runs.progress import time_text
+from headscan.settings.corpus_settings import CorpusSpec
+from headscan.store.verdict_limits import QUESTIONS_PER_TEXT
+from headscan.study.study_config import LONGEST_STUDY_TEXT, StudyConfig
+from headscan.study.study_time import CHANGED, PassCosts, QuestionCosts, TimedPass, decided, study_seconds, time_pass
+from headscan.texts.prefix_tree import tokens_read_once
+from headscan.verdicts.paired import enough_questions
 from tests.benchmarks.bench_arms import ABLATED, answers, made_requests, readings
 from tests.benchmarks.bench_cache import CacheLoad, fill, half_windows, held_bytes
 from tests.benchmarks.bench_instrument import SCAN, verdict_on_goal

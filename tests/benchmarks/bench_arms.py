@@ -29,10 +29,10 @@ import headscan
 from headscan.ablation.masks import HeadMask
 from headscan.ablation.rules import HeadRule
 from headscan.checkpoints.sources import load_tokenizer
-from headscan.pipelines.demo import MODEL_FOLDER
-from headscan.pipelines.scoring.reading import PromptReading, choose_reading
-from headscan.pipelines.scoring.token_requests import Request
-from headscan.pipelines.settings.evaluation_settings import TaskConfig
+from headscan.demo import MODEL_FOLDER
+from headscan.engine.reading import PromptReading, choose_reading
+from headscan.settings.evaluation_settings import TaskConfig
+from headscan.texts.token_requests import Request
 from tests.benchmarks.measuring import Table, device_of, parser_of, show
 from tests.benchmarks.overhead import make_model, peak_bytes
 from tests.loaded_pool import LoadedPool
@@ -92,9 +92,9 @@ def made_requests(subjects: int, questions: int, vocabulary: int = _VOCABULARY) 
 
 def task_requests(tasks: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> list[Request]:
     """The log-likelihood requests of real tasks."""
-    from headscan.pipelines.evaluate.harness import HeadscanLM
-    from headscan.pipelines.evaluate.tasks import Tasks
-    from headscan.pipelines.runs.model_identity import ModelIdentity
+    from headscan.runs.model_identity import ModelIdentity
+    from headscan.texts.harness import HeadscanLM
+    from headscan.texts.tasks import Tasks
 
     identity = ModelIdentity("bench", None, "", None, None, _CONTEXT, tokenizer)
     collector = HeadscanLM(identity)
@@ -108,7 +108,7 @@ class Theirs:
     def __init__(self, lm: headscan.LoadedModel, batch: int) -> None:
         from lm_eval.models.huggingface import HFLM
 
-        from headscan.pipelines.evaluate.harness import quiet_harness
+        from headscan.texts.harness import quiet_harness
 
         self._lm = lm
         self._tokens: Tensor | None = None

@@ -32,7 +32,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import release_memory
 from tests.benchmarks.measuring import Table, device_of, medians, parser_of, show
 from tests.benchmarks.overhead import SHAPES, make_model
-from tests.headscan.kv.cache_plans import PlainHead, PlainPlan
+from tests.instrument.kv.cache_plans import PlainHead, PlainPlan
 
 COLUMNS = ("setting", "cache", "MiB", "ms/token", "bytes x", "time x", "x faster", "time x StaticCache")
 _DYNAMIC, _STATIC, _FULL, _PLAN = "DynamicCache", "StaticCache", "PlanCache, no windows", "PlanCache"

@@ -22,23 +22,23 @@ from torch.nn import functional as F
 
 from headscan.cluster.placements import WholePlacement
 from headscan.cluster.pool import InProcessPool
+from headscan.engine.prompt_losses import recall_prompts
 from headscan.long_work import LongWork
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pad
-from headscan.pipelines.corpora import CorpusSpec
-from headscan.pipelines.corpora.sequences import read_spread, spread
-from headscan.pipelines.evaluate.held_out_text import chunks
-from headscan.pipelines.pruning.calibration_texts import CalibrationPrompts
-from headscan.pipelines.pruning.held_out_losses import as_calibration
-from headscan.pipelines.runs.model_identity import identify
-from headscan.pipelines.scoring.prompt_losses import recall_prompts
-from headscan.pipelines.scoring.recall_tasks import recall_series
-from headscan.pipelines.scoring.token_requests import Request
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import NO_EDITS, Edits, edited, logits
 from headscan.pruning.head_selection import HeadSelection, SelectionConfig
 from headscan.pruning.repair import RepairConfig, repair
+from headscan.runs.model_identity import identify
+from headscan.steps.prune.calibration_texts import CalibrationPrompts
+from headscan.steps.prune.held_out_losses import as_calibration
+from headscan.texts import CorpusSpec
+from headscan.texts.held_out_text import chunks
+from headscan.texts.recall_tasks import recall_series
+from headscan.texts.sequences import read_spread, spread
+from headscan.texts.token_requests import Request
 from tests.benchmarks.measuring import Table, processor, show
 
 #: Tokens of the repeated block.

@@ -33,8 +33,8 @@ from headscan.cluster.pool import InProcessPool, Pool
 from headscan.cluster.ray_pool import PipelinePool, RayPool
 from headscan.cluster.ray_session import RaySession
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.corpora import Shard, TokenSequence
-from headscan.pipelines.measure.run_scan import MeasureShard
+from headscan.steps.run_scan import MeasureShard
+from headscan.texts import Shard, TokenSequence
 from tests.benchmarks.imagined_scans import ImaginedPool, Killer, pid_of, scan_imagined
 from tests.benchmarks.imagined_workers import ShardShape
 from tests.benchmarks.random_checkpoint import Shape, make_checkpoint

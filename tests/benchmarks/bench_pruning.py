@@ -26,16 +26,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import headscan
+from headscan.demo import MODEL_FOLDER
 from headscan.grid import Head
-from headscan.pipelines.corpora.sequences import spread
-from headscan.pipelines.corpora.stdlib_files import held_out_files, seen_modules
-from headscan.pipelines.demo import MODEL_FOLDER
-from headscan.pipelines.settings.saving_settings import REPAIRS
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import NO_EDITS, Edits, edited
 from headscan.pruning.head_selection import HeadSelection, SelectionConfig
 from headscan.pruning.head_values import head_values, ranked
 from headscan.pruning.repair import DistillConfig, RepairConfig, distill, repair
+from headscan.settings.saving_settings import REPAIRS
+from headscan.texts.sequences import spread
+from headscan.texts.stdlib_files import held_out_files, seen_modules
 from tests.benchmarks.measuring import Table, machine, show, wait
 
 TOKENS = 512

@@ -21,11 +21,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from headscan.analysis.store.records import ArmKind, ArmRecord, RunRecord
-from headscan.analysis.store.store import Store
 from headscan.catalog import STATISTICS, panel_names
-from tests.analysis.plan_fixtures import site
+from headscan.store.records import ArmKind, ArmRecord, RunRecord
+from headscan.store.store import Store
 from tests.benchmarks.measuring import Table, show
+from tests.numbers.plan_fixtures import site
 
 _GROUP, _TOKENS = 8, 1024
 #: Sequences of a shard.
@@ -172,13 +172,13 @@ def verdict(cost: Cost, bar: Bar) -> str:
 
 
 _FINISH = (
-    "import sys; from headscan.analysis.store.store import Store; Store(sys.argv[1]).finish_run(sys.argv[2],"
+    "import sys; from headscan.store.store import Store; Store(sys.argv[1]).finish_run(sys.argv[2],"
     " total_shards=int(sys.argv[3]), corpus_hash='c0de')"
 )
 
 
 _JUDGE = (
-    "import sys; from headscan.analysis.store.store import Store; from headscan.analysis.verdicts.judge import judge;"
+    "import sys; from headscan.store.store import Store; from headscan.verdicts.judge import judge;"
     " assert len(judge(Store(sys.argv[1]), sys.argv[2]).arms) == int(sys.argv[3])"
 )
 

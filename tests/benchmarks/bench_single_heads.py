@@ -19,14 +19,14 @@ import torch
 import headscan
 from headscan.ablation.intervention import Intervention
 from headscan.ablation.masks import HeadMask
+from headscan.engine.answering import request_chunks
+from headscan.engine.bundles import BundleItem, bundle_arms, bundle_size, possible_starts, start_of
+from headscan.engine.likelihood import LikelihoodItem
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.corpora.stdlib_files import held_out_files
-from headscan.pipelines.evaluate.answering import request_chunks
-from headscan.pipelines.evaluate.continuation_task import DEMO_TASK, write_task
-from headscan.pipelines.scoring.bundles import BundleItem, bundle_arms, bundle_size, possible_starts, start_of
-from headscan.pipelines.scoring.likelihood import LikelihoodItem
-from headscan.pipelines.scoring.token_requests import Request
-from headscan.pipelines.settings.evaluation_settings import TaskConfig
+from headscan.settings.evaluation_settings import TaskConfig
+from headscan.texts.continuation_task import DEMO_TASK, write_task
+from headscan.texts.stdlib_files import held_out_files
+from headscan.texts.token_requests import Request
 from tests.benchmarks.bench_arms import task_requests
 
 _BATCH_TOKENS = 8192

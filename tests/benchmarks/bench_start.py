@@ -15,8 +15,8 @@ from statistics import median
 #: Commands by name; the first is what the others are compared with.
 COMMANDS = {
     "python -c pass": ["-c", "pass"],
-    "headscan --help": ["-m", "headscan.pipelines.cli.main", "--help"],
-    "headscan scan --help": ["-m", "headscan.pipelines.cli.main", "scan", "--help"],
+    "headscan --help": ["-m", "headscan.cli.main", "--help"],
+    "headscan scan --help": ["-m", "headscan.cli.main", "scan", "--help"],
     "import headscan": ["-c", "import headscan"],
 }
 ROUNDS = 11

@@ -26,14 +26,14 @@ import pyarrow as pa
 import torch
 
 import headscan
+from headscan import texts as corpora
 from headscan.architectures import make_loaded
 from headscan.catalog import MassWidths, panel_names
 from headscan.cluster.devices import usable_cores
 from headscan.cluster.placements import StreamedPlacement, WholePlacement
 from headscan.cluster.pool import open_pool
 from headscan.model_spec import ModelSpec
-from headscan.pipelines import corpora
-from headscan.pipelines.measure.run_scan import MeasureShard
+from headscan.steps.run_scan import MeasureShard
 from tests.benchmarks.random_checkpoint import Shape, make_checkpoint, shape_of, shape_options
 
 #: The bars.

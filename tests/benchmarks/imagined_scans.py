@@ -14,15 +14,15 @@ from typing import Any, ClassVar
 
 import psutil
 
-from headscan.analysis.store.records import RunRecord
-from headscan.analysis.store.store import Store
 from headscan.cluster.placements import WholePlacement
 from headscan.cluster.pool import Finished
 from headscan.cluster.ray_pool import RayPool
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.corpora import CorpusReport
-from headscan.pipelines.measure.run_corpus import measure_shards
-from headscan.pipelines.runs.run_context import Run
+from headscan.runs.run_context import Run
+from headscan.steps.run_corpus import measure_shards
+from headscan.store.records import RunRecord
+from headscan.store.store import Store
+from headscan.texts import CorpusReport
 from tests.benchmarks.imagined_workers import ImaginedWorker, ShardShape, answer, imagine_shard, made_shards, made_table
 
 #: Time of a task that only shows that a worker is there, in seconds.

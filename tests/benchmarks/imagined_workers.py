@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 
 from headscan.catalog import panel_names
-from headscan.pipelines.corpora import Shard, TokenSequence
-from headscan.pipelines.measure.run_corpus import ShardTable
+from headscan.steps.run_corpus import ShardTable
+from headscan.texts import Shard, TokenSequence
 
 _GROUP = 8
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from headscan.checkpoints.sources import load_tokenizer
+from headscan.demo import MODEL_FOLDER
 from headscan.loading import check_dtype
-from headscan.pipelines.demo import MODEL_FOLDER
 
 #: Context of these models, in tokens.
 _CONTEXT = 4096

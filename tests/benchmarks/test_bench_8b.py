@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import headscan
-from headscan.pipelines.study.study_time import PassCosts
+from headscan.study.study_time import PassCosts
 from tests.benchmarks.bench_8b import TINY, Row, Step, WholeRun, hours_rows, run_steps
 from tests.benchmarks.entropy_ways import COLUMNS, attention_inputs, entropy_rows
 from tests.benchmarks.measuring import Clock, OutOfTime, Table

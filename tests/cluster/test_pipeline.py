@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from headscan.analysis.store.store import Store
+from headscan import jobs
 from headscan.cluster.placement_base import PlacementError
 from headscan.cluster.placements import PipelinePlacement, WholePlacement
 from headscan.cluster.pool import InProcessPool, StagingError, WorkError, open_pool
 from headscan.cluster.ray_pool import PipelinePool, RayPool
+from headscan.engine.staged_likelihood import answer_in_ranges
 from headscan.model_spec import ModelSpec
-from headscan.pipelines import jobs
-from headscan.pipelines.corpora import Shard
-from headscan.pipelines.runs.model_identity import model_facts
-from headscan.pipelines.scoring.staged_likelihood import answer_in_ranges
-from headscan.pipelines.scoring.token_requests import answer_item
+from headscan.runs.model_identity import model_facts
+from headscan.store.store import Store
+from headscan.texts import Shard
+from headscan.texts.token_requests import answer_item
 from tests.cluster import tasks
 from tests.cluster.conftest import ray_nodes
 from tests.cluster.tasks import Job
-from tests.pipelines.scoring.test_staged import ARMS, MEASURE, SHARDS, answers, assert_same_rows, measured, saved, shard
+from tests.jobs.engine.test_staged import ARMS, MEASURE, SHARDS, answers, assert_same_rows, measured, saved, shard
 from tests.small_models import make_model
 
 __all__ = ["saved"]  # a fixture

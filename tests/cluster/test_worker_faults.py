@@ -164,7 +164,7 @@ def test_no_cluster_is_one_line_at_once() -> None:
 def test_without_ray_there_is_one_line() -> None:
     code = (
         "import sys; sys.modules['ray'] = None\n"
-        "from headscan.pipelines.cli.main import main\n"
+        "from headscan.cli.main import main\n"
         "sys.exit(main(['scan', 'demo', '--corpus', 'python-stdlib', '--replicas', '2', '--limit-documents', '1']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

@@ -27,16 +27,16 @@ from typing import Any
 import torch
 
 import headscan
-from headscan.analysis.plans import HeadPlan, WindowHeads, allocate, planned_model, random_scores
+from headscan.export.decilm_folder import write_decilm
+from headscan.export.gguf_file import write_gguf
+from headscan.export.layer_types_folder import write_layer_types
 from headscan.grid import HeadGrid
 from headscan.kv.kept_keys import KeptKeys
 from headscan.kv.kv_windows import KvWindows
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.export.decilm_folder import write_decilm
-from headscan.pipelines.export.gguf_file import write_gguf
-from headscan.pipelines.export.layer_types_folder import write_layer_types
-from headscan.pipelines.runs.model_identity import model_facts
+from headscan.plans import HeadPlan, WindowHeads, allocate, planned_model, random_scores
 from headscan.pruning.save_model import save_pruned
+from headscan.runs.model_identity import model_facts
 from tests.benchmarks.measuring import Table
 
 _TEXT = (

@@ -25,12 +25,12 @@ from statistics import mean, median
 from typing import Any
 
 import headscan
-from headscan.analysis.plans import HeadPlan, load_plan, sliding_layers
+from headscan.cli.main import main as headscan_command
+from headscan.export.vllm_overrides import vllm_overrides
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.cli.main import main as headscan_command
-from headscan.pipelines.export.vllm_overrides import vllm_overrides
-from headscan.pipelines.scoring.recall_tasks import RecallQuestion, recall_questions
-from headscan.pipelines.settings.evaluation_settings import RecallQuestions
+from headscan.plans import HeadPlan, load_plan, sliding_layers
+from headscan.settings.evaluation_settings import RecallQuestions
+from headscan.texts.recall_tasks import RecallQuestion, recall_questions
 from tests.benchmarks.measuring import Table
 from tests.engines.plan_masks import MaskedModel, difference
 

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 import headscan
-from headscan.analysis.store.store import Store
+from headscan.cli.main import main
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.cli.main import main
-from headscan.pipelines.corpora.stdlib_files import held_out_files
-from headscan.pipelines.evaluate.continuation_task import DEMO_TASK, write_task
-from headscan.pipelines.scoring.recall_tasks import recall_questions
-from headscan.pipelines.settings.evaluation_settings import RecallQuestions
+from headscan.settings.evaluation_settings import RecallQuestions
+from headscan.store.store import Store
+from headscan.texts.continuation_task import DEMO_TASK, write_task
+from headscan.texts.recall_tasks import recall_questions
+from headscan.texts.stdlib_files import held_out_files
 from tests.engines import ask_vllm
 from tests.engines.check_engines import ENGINES, asked
 

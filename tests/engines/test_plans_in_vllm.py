@@ -19,12 +19,12 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 import headscan
+from headscan.export.decilm_folder import write_decilm
+from headscan.export.vllm_overrides import vllm_overrides
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.export.decilm_folder import write_decilm
-from headscan.pipelines.export.vllm_overrides import vllm_overrides
 from tests.engines.check_plans import ask, ask_each
 from tests.engines.plan_masks import MaskedModel, difference
-from tests.pipelines.export.test_vllm_overrides import plan_of
+from tests.jobs.export.test_vllm_overrides import plan_of
 
 _ENGINES = Path(os.environ.get("HEADSCAN_ENGINES", ".engines"))
 _PYTHON = _ENGINES / "vllm/bin/python"

@@ -28,8 +28,8 @@ from typing import Any
 import duckdb
 import torch
 
-from headscan.pipelines.cli.main import main as headscan_main
-from tests.pipelines.ablate.labelled_models import LABELLED, TRANSLATED, save_classifier, save_translator, write_lines
+from headscan.cli.main import main as headscan_main
+from tests.jobs.steps.labelled_models import LABELLED, TRANSLATED, save_classifier, save_translator, write_lines
 
 GOLDEN = Path(__file__).with_name("golden.json")
 TOLERANCE = 1e-6

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headscan.pipelines.cli.main import read_command, verb_class
+from headscan.cli.main import read_command, verb_class
 from tests.sources import ROOT
 
 FOLDER = ROOT / "reproduce"

@@ -1,7 +1,0 @@
-"""headscan's work on many devices: placement, pools of replicas, Ray actors.
-
-`placement_base` and `placements` choose where a model runs, on the `devices` that are free. `pool` defines a pool and
-implements it in this process; `ray_pool` uses Ray, with `worker` inside the actors, `supervision` to replace those
-that fail, and `streamed_pool` runs a model larger than memory. `ray_session` starts Ray or connects to it, and
-`orphan_watch` ends the processes that a killed command leaves.
-"""

@@ -1,0 +1,106 @@
+"""The verb export."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from headscan.checkpoints.source_folder import check_folder
+from headscan.cli.option_parser import Given, check_used
+from headscan.cli.results import Json, Result
+from headscan.cli.verb_base import StoreOptions, StoreVerb, quiet_libraries
+from headscan.export.formats import EXPORT_FORMATS, OF_MODEL, OF_STORE, ExportConfig, run_export
+from headscan.model_spec import ModelSpec
+from headscan.options import Group, Option
+from headscan.text_tables import text_table
+
+if TYPE_CHECKING:
+    from headscan.export.servable_model import HeldSize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(StoreVerb):
+    """export a model for a serving engine, a plan for a KV-cache tool, or the store as a Parquet data set
+
+        headscan export gguf smaller/ --out smaller.gguf
+        headscan export decilm smaller/ --out served/
+        headscan export layer-types MODEL --plan layers.json --out served/
+        headscan export vllm MODEL --plan head_plan.json --out served.json
+        headscan export tensorrt-llm --plan layers.json --out kv_cache.yaml
+        headscan export duoattention --plan head_plan.json --out pattern/
+        headscan export parquet --store s.duckdb --out tables/
+
+    `headscan plan --method imported` reads tables of layers x KV heads back; examples/read_with_kvpress.py reads that
+    of duoattention with kvpress.
+    """
+
+    format: Annotated[
+        str,
+        Option(
+            "; ".join(f"{name}: {each.help}" for name, each in EXPORT_FORMATS.items()),
+            flag="format",
+            choices=tuple(EXPORT_FORMATS),
+        ),
+    ]
+    model: Annotated[
+        str | None,
+        Option(
+            f"model of {' or '.join(OF_MODEL)}: folder, GGUF file, name on the hub, `demo` or `smollm2`",
+            flag="MODEL",
+            parse=check_folder,
+            only=OF_MODEL,
+        ),
+    ] = None
+    settings: Annotated[Given[ExportConfig], Group()]
+    json: Json = False
+    loading: Annotated[Given[ModelSpec], Group("model", OF_MODEL)]
+    store: Annotated[StoreOptions, Group(only=OF_STORE)]
+
+    def __post_init__(self) -> None:
+        self._config()
+        check_used(self, self.format, self.format)
+
+    def run(self) -> Result:
+        config = self._config()
+        if config.model is not None:
+            quiet_libraries()
+        done = run_export(config, self.store.open() if self.format in OF_STORE else None)
+        lines = [*_size_lines(done.sizes), *done.lines]
+        return Result([*done.sizes, *done.rows], lambda: "\n".join(lines), done.facts)
+
+    def _config(self) -> ExportConfig:
+        return self.settings.build(self.format, model=None if self.model is None else self.loading.build(self.model))
+
+
+def _size_lines(sizes: Sequence[HeldSize]) -> list[str]:
+    """Return a table of what the original, the model and the exported form hold, and what that form saves."""
+    if not sizes:
+        return []
+    original, model, exported = sizes
+    table = [
+        {
+            "model": each.model,
+            "query heads": each.query_heads,
+            "KV heads": each.kv_heads,
+            "layers with attention": each.attention_layers,
+            "KV bytes per token (16 bits)": f"{each.kv_bytes:,}",
+            "parameters": f"{each.parameters:,}",
+        }
+        for each in sizes
+    ]
+    lines = [
+        text_table(table),
+        f"saved in the engine: {_share(original.kv_bytes, exported.kv_bytes)} of the KV cache, "
+        f"{_share(original.parameters, exported.parameters)} of the weights",
+    ]
+    if exported.kv_heads != model.kv_heads or exported.query_heads != model.query_heads:
+        lines.append(
+            f"padding with zeros gives back {exported.kv_bytes - model.kv_bytes:,} KV bytes per token and "
+            f"{exported.parameters - model.parameters:,} parameters"
+        )
+    return lines
+
+
+def _share(before: int, after: int) -> str:
+    return f"{1 - after / before:.1%}"

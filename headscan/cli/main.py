@@ -1,0 +1,159 @@
+"""The command ``headscan``: run a verb, and report an error of the user as one line, with exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from importlib import import_module, metadata
+from typing import Any
+
+from headscan.cli.option_parser import Parser, UsageError, add_options, read_settings, with_flags
+from headscan.errors import HeadscanError
+from headscan.text_tables import printable
+
+#: The verbs by group, in the order in which a user needs them. A verb is a file of this folder and its class.
+_GROUPS = {
+    "start": ("demo", "study", "models", "place", "completion"),
+    "measure": ("scan", "probe", "importance", "gates"),
+    "query": ("status", "sql", "merge", "rank", "roles", "compare", "report"),
+    "intervene": ("evaluate", "sweep", "ablate", "referee"),
+    "deliver": ("prune", "plan", "generate", "export"),
+}
+VERBS = tuple(verb for group in _GROUPS.values() for verb in group)
+
+
+def verb_class(verb: str) -> type:
+    """Return the class of a verb; only its file is imported."""
+    cls: type = getattr(import_module(f"headscan.cli.{verb}"), verb.capitalize())
+    return cls
+
+
+def read_command(words: Sequence[str]) -> Any:
+    """Return the verb of a command line with its settings."""
+    cls = verb_class(words[0])
+    return read_settings(words[0], cls, words[1:])
+
+
+def build_parser(*, lists_verbs: bool = False) -> argparse.ArgumentParser:
+    """Return the parser of all verbs, without importing torch. With ``lists_verbs`` argparse lists them, too."""
+    parser = Parser(
+        prog="headscan",
+        usage="headscan VERB [options]",
+        description="Measure, ablate and rank the attention heads of a language model.",
+        epilog=_verb_list(),
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.add_argument("--verbose", action="store_true", help="with --version: libraries and devices")
+    listed = "verb" if lists_verbs else argparse.SUPPRESS
+    verbs = parser.add_subparsers(dest="verb", prog="headscan", metavar="VERB", help=listed)
+    for verb in VERBS:
+        add_options(verbs.add_parser(verb, help=_summary(verb)), verb_class(verb))
+    return parser
+
+
+def _summary(verb: str) -> str:
+    return (verb_class(verb).__doc__ or "").strip().splitlines()[0]
+
+
+def _verb_list() -> str:
+    """Return the verbs by group, each with its help line."""
+    lines = []
+    for group, verbs in _GROUPS.items():
+        lines.append(f"{group}:")
+        lines += [f"  {verb:<12}{_summary(verb)}" for verb in verbs]
+    return "\n".join([*lines, "", "Begin with `headscan demo`. Each verb has its own help: `headscan scan --help`."])
+
+
+def main(command_line: Sequence[str] | None = None) -> int:
+    """Run a command line (None: the arguments of the process). Return the exit code: 0; 2 for an error of the user; 3
+    if some named parts failed and the rest is done; 130 if interrupted.
+    """
+    words = sys.argv[1:] if command_line is None else list(command_line)
+    try:
+        if not words or words[0] not in VERBS:
+            return _without_verb(words)
+        verb = read_command(words)
+    except UsageError as problem:
+        return _fail(str(problem), problem.exit_code)
+    try:
+        _run(verb)
+        sys.stdout.flush()
+    except HeadscanError as problem:
+        return _fail(with_flags(str(problem), type(verb)), problem.exit_code)
+    except OSError as problem:
+        if isinstance(problem, BrokenPipeError):
+            # The reader closed the pipe. Python would report that again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        place = f" ({problem.filename})" if problem.filename else ""
+        return _fail(f"{problem.strerror or problem}{place}")
+    except KeyboardInterrupt:
+        resumes = getattr(verb, "resumes", False)
+        kept = ": stored results are kept; run the same command again to resume" if resumes else ""
+        print(f"interrupted{kept}", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _without_verb(words: Sequence[str]) -> int:
+    """Answer a command line that does not begin with a verb: help, the version, or an error."""
+    parser = build_parser()
+    options = parser.parse_args(words)
+    if options.version:
+        from headscan.runs.code_version import code_version
+
+        print(f"headscan {code_version()}")
+        if options.verbose:
+            print("\n".join(_surroundings()))
+        return 0
+    parser.print_help()
+    return 2
+
+
+def _surroundings() -> list[str]:
+    """Return lines about the libraries, the devices and the threads."""
+    import torch
+
+    from headscan.cluster.devices import this_machine
+    from headscan.cluster.placement_base import format_bytes
+
+    lines = [f"Python {platform.python_version()} on {platform.platform()}"]
+    for name in ("torch", "transformers", "accelerate", "ray", "datasets", "lm-eval", "duckdb", "gguf"):
+        try:
+            lines.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            lines.append(f"{name} is not installed")
+    here = this_machine()
+    lines.append(
+        f"{here.cpus} CPU cores, {torch.get_num_threads()} torch threads, {format_bytes(here.memory)} usable RAM"
+    )
+    gpus = [f"GPU {torch.cuda.get_device_name(i)}, {format_bytes(free)} usable" for i, free in enumerate(here.gpus)]
+    return lines + (gpus or ["no GPU"])
+
+
+def _run(verb: Any) -> None:
+    from headscan.cli.verb_base import check_inputs
+
+    check_inputs(verb)
+    as_json = getattr(verb, "json", False)
+    if as_json:
+        # Libraries print, too; standard output holds the JSON object alone.
+        with redirect_stdout(sys.stderr):
+            result = verb.run()
+    else:
+        result = verb.run()
+    if result is not None:
+        result.print(as_json=as_json)
+
+
+def _fail(message: str, code: int = 2) -> int:
+    print(f"headscan: {printable(' '.join(message.split()))}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

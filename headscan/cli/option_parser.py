@@ -1,0 +1,558 @@
+"""Command lines from settings: values read from text, options, defaults, help and the settings object.
+
+A verb is a frozen dataclass with a docstring, which is its help page, and a method `run`. Fields with an `Option` are
+options, fields with a `Group` are settings classes whose options are shown together:
+
+    @dataclass(frozen=True, kw_only=True)
+    class Count(StoreVerb):
+        \"\"\"count the tokens of a corpus
+
+            headscan count texts/ --limit 500
+        \"\"\"
+
+        limit: Annotated[int, Option("number of texts", least=1)] = 500
+        tokens: Annotated[Given[TokenConfig], Group("sequences")]
+
+        def run(self) -> Result: ...
+
+A class attribute `common` names the options of the short help page; `--help all` shows all of them. Each option can
+stand in a file, too (`--config-file`).
+
+`headscan.cli.main` lists the verbs. `int`, `float`, `str`, `bool`, a `Literal`, a tuple of these and each of
+them `| None` are read from text; an `Option` narrows the values or has a function of its own. A field
+``Annotated[Given[TaskConfig], Group()]`` shows the options of `TaskConfig`. Its value holds the given options; the verb
+calls `Given.build` with the remaining fields to get the `TaskConfig`. `__post_init__` raises `UsageError`
+if options do not go together; `changed` names those that are given, and `check_used` refuses those that a method does
+not use (``only``). An option that has an effect only with, or only without, another one declares that (``needs``), and
+`read_settings` refuses it elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from difflib import get_close_matches
+from functools import cache
+from typing import Annotated, Any, Generic, NoReturn, TypeVar, get_args, get_origin
+
+from headscan.errors import HeadscanError, unknown_name
+from headscan.options import Group, Needs, Option, field_hint, field_type, without_none
+from headscan.settings.settings_file import settings_file
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Given(Generic[S]):
+    """The options of settings of class ``cls`` that a command line gives, by field. The verb adds the other fields."""
+
+    cls: type[S]
+    values: dict[str, Any]
+
+    def build(self, *first: Any, **others: Any) -> S:
+        """Return the settings; ``first`` are their first fields, and ``others`` replace given options."""
+        return self.cls(*first, **{**self.values, **others})
+
+
+class UsageError(HeadscanError):
+    """A command line that cannot be parsed, or options that do not go together."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises `UsageError`, so that each error is one line, and reads no shortened option."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see `{self.prog} --help`)")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Propose near choices; argparse lists all of them."""
+        if action.choices is not None and value not in action.choices:
+            near = get_close_matches(str(value), list(map(str, action.choices)), n=3)
+            hint = f"did you mean {', '.join(near)}?" if near else f"choose one of {', '.join(action.choices)}"
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {hint}")
+
+
+#: Option of every verb with a file of options; the study's own file holds its settings.
+_CONFIG_FILE = "--config-file"
+#: Larger counts are typing errors, and they overflow in libraries.
+_MOST = 2**31 - 1
+
+
+class _Help(argparse.Action):
+    """The option --help: the common options of a verb, or all of them."""
+
+    def __init__(self, *, common: Sequence[str] = (), **settings: Any) -> None:
+        super().__init__(nargs="?", const="", choices=["", "all"], metavar="all", default=argparse.SUPPRESS, **settings)
+        self.common = common
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> NoReturn:
+        if self.common and values != "all":
+            shown = {"--help", *self.common}
+            hidden = [
+                action for action in parser._actions if shown.isdisjoint(action.option_strings or [action.metavar])
+            ]
+            for action in hidden:
+                action.help = argparse.SUPPRESS
+            parser.epilog = f"`{parser.prog} --help all` shows {len(hidden)} more options."
+        parser.print_help()
+        parser.exit()
+
+
+class ValueProblemError(HeadscanError):
+    """A text that is no value of an option."""
+
+
+def operations(text: str) -> float:
+    """Return operations per second, such as 400T or 4e14."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:[eE]\+?\d{1,2})?)([GTP]?)(?:FLOP/?[sS]|FLOPS)?", text.strip())
+    value = float(match[1]) * {"": 1, "G": 1e9, "T": 1e12, "P": 1e15}[match[2]] if match else 0.0
+    if not 1e6 <= value <= 1e21:
+        raise ValueProblemError(f"{text!r} is no speed from 1e6 to 1e21 operations per second: write 400T or 4e14")
+    return value
+
+
+@dataclass(frozen=True)
+class BoundOption:
+    """An option of a settings class.
+
+    Attributes:
+        path: Names of the fields that lead to it.
+        kind: Type of one value: int, float, str or bool; ``many`` are a tuple.
+        choices: Permitted values; None permits all.
+        default: Value without the option; MISSING if it is required.
+        only: Methods or formats of the verb that use it; empty: all of them.
+        needs: Other options that decide whether it has an effect, each with the path of the class that declares that.
+    """
+
+    path: tuple[str, ...]
+    option: Option
+    kind: type
+    many: bool
+    choices: tuple[str, ...] | None
+    default: Any
+    group: str
+    only: tuple[str, ...] = ()
+    needs: tuple[tuple[tuple[str, ...], Needs], ...] = ()
+
+    @property
+    def flag(self) -> str:
+        """Name on the command line; the first one of several."""
+        return self.flags[0]
+
+    @property
+    def flags(self) -> list[str]:
+        """All names on the command line."""
+        return (self.option.flag or f"--{self.path[-1].replace('_', '-')}").split()
+
+    @property
+    def key(self) -> str:
+        """Names of the fields that lead to it, with dots."""
+        return ".".join(self.path)
+
+    def read(self, text: str) -> Any:
+        """Return the value of a text: one, or several that are separated by commas, names once each. A word of the
+        option's sets stands for several values.
+        """
+        option = self.option
+        if not self.many or option.repeated:
+            return self._read_one(text)
+        if option.sets is not None and text in option.sets:
+            return option.sets[text]
+        parts = [part.strip() for part in text.split(",")]
+        if self.kind is str and option.names is None and option.parse is None:
+            # Only a library can check these names.
+            parts = [part for part in parts if part]
+            if not parts:
+                raise ValueProblemError(f"{text!r} names nothing: give at least one name")
+        return self._read_several(parts)
+
+    def _read_several(self, texts: Sequence[str]) -> tuple[Any, ...]:
+        values = tuple(map(self._read_one, texts))
+        return values if self.option.names is None else tuple(dict.fromkeys(values))
+
+    def _read_one(self, text: str) -> Any:
+        option = self.option
+        if option.parse is not None:
+            return option.parse(text)
+        if self.kind in (int, float):
+            return self._number(text)
+        if option.names is not None and text not in (known := tuple(option.names)):
+            raise unknown_name(option.kind, text, known)
+        return text
+
+    def _number(self, text: str) -> int | float:
+        try:
+            value: int | float = self.kind(text)
+        except ValueError:
+            raise ValueProblemError(f"{text!r} is not a {'whole ' * (self.kind is int)}number") from None
+        without_most = self.kind is int and self.option.most is None
+        if broken := (replace(self.option, most=_MOST) if without_most else self.option).problem(value):
+            raise ValueProblemError(f"{text} (limit {broken[0]}). {broken[1]} it")
+        return value
+
+    def plain(self, value: Any) -> Any:
+        """Return the value of the option from one in a file: a number, a text, a list, or true or false."""
+        if self.kind is bool:
+            if not isinstance(value, bool):
+                raise ValueProblemError(f"{value!r} is neither true nor false")
+            return value is not self.option.negated
+        is_list = isinstance(value, list)
+        texts = list(map(str, value)) if is_list else [str(value)]
+        if len(texts) != 1 and not self.many:
+            raise ValueProblemError(f"{value!r} is a list; give one value")
+        if is_list and not (texts and all(texts)):
+            raise ValueProblemError(f"{value!r} is empty or has an empty member: give at least one value")
+        named = texts if is_list or not self.many else texts[0].split(",")
+        if self.choices is not None and not set(named) <= set(self.choices):
+            raise ValueProblemError(f"{','.join(texts)!r} is none of {', '.join(self.choices)}")
+        is_set = len(texts) == 1 and texts[0] in (self.option.sets or ())
+        if self.option.repeated or (is_list and self.many and not is_set):
+            return self._read_several(texts)  # a member, such as the name of a file, may contain commas
+        return self.read(texts[0])
+
+    def add_to(self, container: argparse._ActionsContainer, *, required: bool) -> None:
+        """Add the option to a parser; one that is not ``required`` has a value in a file of options, or a default."""
+        shown: dict[str, Any] = {"help": self._help()}
+        if self.kind is bool:
+            container.add_argument(self.flag, dest=self.key, default=argparse.SUPPRESS, **shown, **self._switch())
+            return
+        if self.flag.startswith("--"):
+            metavar = self.flag.strip("-").replace("-", "_").upper()
+            names, shown["dest"] = self.flags, self.key
+            shown |= {"required": required, "default": argparse.SUPPRESS}
+        else:
+            metavar, names = self.flag, [self.key]
+            shown |= {"nargs": None} if required else {"nargs": "?", "default": argparse.SUPPRESS}
+        if self.choices is not None:
+            shown["choices"] = self.choices
+        else:
+            shown["type"] = self._argument
+        shown["metavar"] = self.option.metavar or (None if self.choices else metavar)
+        if self.option.spaces:
+            shown |= {"nargs": "+", "action": _Joined}
+        elif self.option.repeated:
+            shown["action"] = _Joined
+        container.add_argument(*names, **shown)
+
+    def _switch(self) -> dict[str, Any]:
+        if self.option.negated:
+            return {"action": "store_false"}
+        if self.default is False:
+            return {"action": "store_true"}
+        return {"action": argparse.BooleanOptionalAction}
+
+    def _argument(self, text: str) -> Any:
+        try:
+            return self.read(text)
+        except HeadscanError as problem:
+            raise argparse.ArgumentTypeError(str(problem)) from None
+
+    def _help(self) -> str:
+        shown = self.default
+        nothing = shown is MISSING or shown is None or shown is False or shown == ()  # 0 is a default to show
+        if "(default" in self.option.help or nothing or self.option.negated:
+            return self.option.help.replace("%", "%%")
+        if shown is True:
+            shown = "yes"
+        elif isinstance(shown, tuple):
+            shown = ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in shown)
+        elif isinstance(shown, float):
+            shown = f"{shown:g}"
+        return f"{self.option.help} (default: {shown})".replace("%", "%%")
+
+
+class _Joined(argparse.Action):
+    """An action that joins values: ``1,2 3`` gives 1, 2 and 3, a repeated option all its values."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        if isinstance(values, list):
+            several = (some if isinstance(some, tuple) else (some,) for some in values)
+            setattr(namespace, self.dest, tuple(value for some in several for value in some))
+        else:
+            setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), values))
+
+
+def options_of(cls: Any) -> tuple[BoundOption, ...]:
+    """Return the options of a settings class, with those of the settings classes in it."""
+    return _cached_options(cls)  # type checkers refuse a class as the argument of a cached function, unless it is Any
+
+
+@cache
+def _cached_options(cls: Any) -> tuple[BoundOption, ...]:
+    return tuple(_options_below(cls, MISSING, (), Group()))
+
+
+def _options_below(cls: type, default: Any, path: tuple[str, ...], group: Group) -> list[BoundOption]:
+    """Return the options of a settings class that fields at ``path`` hold. ``default`` holds settings whose values are
+    the defaults; MISSING uses those of the fields.
+    """
+    options = []
+    for name, hint, declared, own in _declared_fields(cls):
+        value = own if default is MISSING or default is None else getattr(default, name)
+        if isinstance(declared, Group):
+            inner, optional, is_given = _settings_class(hint)
+            within = Group(declared.title or group.title, declared.only or group.only)
+            for option in _options_below(inner, MISSING if is_given else value, (*path, name), within):
+                needs = [(path, each) for each in declared.needs if not each.of or {*each.of} & {*option.path}]
+                default_value = None if optional and option.default is MISSING else option.default
+                options.append(replace(option, default=default_value, needs=(*needs, *option.needs)))
+            continue
+        value_type = field_type(hint)
+        if declared.one_of is not None and value is MISSING:
+            raise TypeError(f"{cls.__name__}.{name} excludes others and has no default")
+        permitted = None if declared.names is not None else declared.choices or value_type.choices
+        kind, many, only = value_type.kind, value_type.many, declared.only or group.only
+        needs = [(path, each) for each in declared.needs]
+        options.append(
+            BoundOption((*path, name), declared, kind, many, permitted, value, group.title, only, tuple(needs))
+        )
+    return options
+
+
+def _declared_fields(cls: type) -> Iterator[tuple[str, Any, Option | Group, Any]]:
+    """Yield name, type, declaration and default of the fields that have options."""
+    for field in fields(cls):
+        hint = field_hint(cls, field.name)
+        if get_origin(hint) is not Annotated:
+            continue
+        kind, *declarations = get_args(hint)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        for declared in declarations:
+            if isinstance(declared, (Option, Group)):
+                yield field.name, kind, declared, default
+
+
+def _settings_class(hint: Any) -> tuple[Any, bool, bool]:
+    """Return the settings class of a group, whether it may be None, and whether the field is its `Given`."""
+    kind, optional = without_none(hint)
+    return (kind, optional, False) if is_dataclass(kind) else (get_args(kind)[-1], optional, True)
+
+
+def add_options(parser: argparse.ArgumentParser, cls: type, preset: Collection[str] = ()) -> None:
+    """Add the options of a verb to a parser; those with the names ``preset`` have values in a file of options."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    exclusive: dict[str, Any] = {}
+    options = options_of(cls)
+    if not _has_config_file(options):
+        what = "YAML or JSON file of options, as in `share: 0.1`; those of the command line replace them"
+        parser.add_argument(_CONFIG_FILE, metavar="FILE", help=what, default=argparse.SUPPRESS)
+    filled = {bound.option.one_of for bound in options if bound.key in preset}
+    for bound in options:
+        container: Any = parser
+        if bound.group:
+            container = groups.get(bound.group) or groups.setdefault(
+                bound.group, parser.add_argument_group(bound.group)
+            )
+        if (one_of := bound.option.one_of) is not None:
+            if one_of not in exclusive:
+                required = bound.option.required and one_of not in filled
+                exclusive[one_of] = container.add_mutually_exclusive_group(required=required)
+            container = exclusive[one_of]
+        bound.add_to(container, required=bound.default is MISSING and bound.key not in preset)
+
+
+def verb_parser(verb: str, cls: type, preset: Collection[str] = ()) -> Parser:
+    """Return the parser of a verb; options with the names ``preset`` have values in a file of options."""
+    parser = Parser(prog=f"headscan {verb}", description=inspect.getdoc(cls), add_help=False)
+    common = getattr(cls, "common", "").split()
+    which = "the usual options; `--help all`: all options" if common else "all options"
+    parser.add_argument("-h", "--help", action=_Help, common=common, help=which)
+    add_options(parser, cls, preset)
+    needed = [
+        " ".join([*action.option_strings[-1:], str(action.metavar or action.dest.upper())])
+        for action in parser._actions
+        if action.required
+    ]
+    parser.usage = " ".join([parser.prog, *needed, "[options]"])
+    return parser
+
+
+def read_settings(verb: str, cls: type[S], words: Sequence[str]) -> S:
+    """Return the settings of a command line and of the file that it names with --config-file, or raise UsageError."""
+    preset = _preset(verb, cls, words)
+    given = vars(verb_parser(verb, cls, preset).parse_args(words))
+    groups = {bound.key: bound.option.one_of for bound in options_of(cls)}
+    chosen = {groups.get(key) for key in given} - {None}
+    kept = {key: value for key, value in preset.items() if groups[key] not in chosen}
+    try:
+        settings = cls(**_arguments(cls, kept | given))
+        _check_needs(settings)
+        return settings
+    except UsageError:
+        raise
+    except HeadscanError as problem:
+        raise UsageError(with_flags(str(problem), cls)) from problem
+
+
+def _has_config_file(options: Sequence[BoundOption]) -> bool:
+    """Return True if a verb reads its own file of settings."""
+    return any(_CONFIG_FILE in bound.flags for bound in options)
+
+
+def _preset(verb: str, cls: type, words: Sequence[str]) -> dict[str, Any]:
+    """Return the values of the file of options by the names of their fields with dots; empty without a file."""
+    if _has_config_file(options_of(cls)):
+        return {}
+    reader = Parser(prog=f"headscan {verb}", add_help=False)
+    reader.add_argument(_CONFIG_FILE)
+    file = reader.parse_known_args(list(words))[0].config_file
+    if file is None:
+        return {}
+    options = {flag.lstrip("-").lower(): bound for bound in options_of(cls) for flag in bound.flags}
+    values = {}
+    for name, value in settings_file(file, UsageError).items():
+        plain = str(name).replace("_", "-")
+        if plain not in options:
+            raise UsageError(f"{file}: {unknown_name('option', plain, tuple(options))}")
+        bound = options[plain]
+        if value is not None:
+            try:
+                values[bound.key] = bound.plain(value)
+            except HeadscanError as problem:
+                raise UsageError(f"{file}: {plain}: {problem}") from None
+    return values
+
+
+def _arguments(cls: type, values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return the arguments of a settings class, by field, from the given values by their fields' names with dots. A
+    group is an object of its class, or its `Given` where the verb adds fields.
+    """
+    given: dict[str, Any] = {}
+    for name, hint, declared, default in _declared_fields(cls):
+        key = f"{path}{name}"
+        if isinstance(declared, Option):
+            given |= {name: values[key]} if key in values else {}
+            continue
+        inner, optional, is_given = _settings_class(hint)
+        if optional and _is_absent(options_of(inner), values, f"{key}."):
+            given[name] = None
+            continue
+        own = _arguments(inner, values, f"{key}.")
+        if is_given:
+            given[name] = Given(inner, own)
+        else:
+            given[name] = inner(**own) if default is MISSING or default is None else replace(default, **own)
+    return given
+
+
+def _is_absent(options: Sequence[BoundOption], values: Mapping[str, Any], path: str) -> bool:
+    """Return True if settings that may be None lack what they require; raise if their other options are given."""
+    needed = [option for option in options if option.default is MISSING]
+    if any(path + option.key in values for option in needed):
+        return False
+    for option in options:
+        if path + option.key in values:
+            raise UsageError(f"{option.flag} has no effect without {needed[0].flag}: leave it out")
+    return True
+
+
+def changed(settings: Any) -> dict[str, str]:
+    """Return the flags of options that are given, by their fields' names with dots. Options outside a `Given`
+    count if they differ from their defaults.
+    """
+    optional = (bound for bound in options_of(type(settings)) if bound.default is not MISSING)
+    return {bound.key: bound.flag for bound in optional if _looked_up(settings, bound)[1]}
+
+
+def check_used(settings: Any, chosen: str, name: str) -> None:
+    """Raise UsageError if an option is given that ``chosen``, the method or format of a verb, does not use; ``name`` is
+    how the command line names it.
+    """
+    given = changed(settings)
+    for bound in options_of(type(settings)):
+        if bound.only and chosen not in bound.only and bound.key in given:
+            only = ", ".join(bound.only)
+            flag = _written(settings, bound)
+            raise UsageError(f"{flag} has no effect on {name} (only on {only}): leave it out")
+
+
+def needed_option(key: str, path: Sequence[str], options: Mapping[str, BoundOption]) -> BoundOption:
+    """Return the option that a condition names, of the class at ``path`` or of the nearest one around it."""
+    for length in range(len(path), -1, -1):
+        if found := options.get(".".join((*path[:length], key))):
+            return found
+    raise KeyError(f"no option has the key {key!r}. Correct the condition")
+
+
+def _check_needs(settings: Any) -> None:
+    """Raise UsageError if an option is given that has no effect with the other options, or without one of them."""
+    options = {bound.key: bound for bound in options_of(type(settings))}
+    given = changed(settings)
+    for key in given:
+        for path, needs in options[key].needs:
+            if refused := _why_unused(settings, needs, path, options, given):
+                raise UsageError(f"{_written(settings, options[key])} has no effect {refused}")
+
+
+def _why_unused(
+    settings: Any, needs: Needs, path: Sequence[str], options: Mapping[str, BoundOption], given: Collection[str]
+) -> str | None:
+    """Return why an option has no effect, and what to do; None if it has one."""
+    if needs.unless is not None and _why_unused(settings, needs.unless, path, options, given) is None:
+        return None
+    other = needed_option(needs.key, path, options)
+    is_given = other.key in given
+    if needs.values:
+        value = _looked_up(settings, other)[0]
+        several = value if isinstance(value, tuple) else (value,)
+        if not set(several).isdisjoint(needs.values):
+            return None
+        words = needs.named or " or ".join(needs.values)
+        return f"with {other.flag} {','.join(map(str, several))}: leave it out, or use {words}"
+    if needs.absent or other.default is True:
+        return f"with {_written(settings, other)}: leave one of them out" if is_given else None
+    return None if is_given else f"without {other.flag}: add {other.flag}, or leave it out"
+
+
+def _written(settings: Any, bound: BoundOption) -> str:
+    """Return the flag of a given option as the command line has it, such as ``--no-confirm``."""
+    is_off = bound.kind is bool and not bound.option.negated and _looked_up(settings, bound)[0] is False
+    return f"--no-{bound.flag[2:]}" if is_off else bound.flag
+
+
+def _looked_up(settings: Any, bound: BoundOption) -> tuple[Any, bool]:
+    """Return the value of an option, which is its default if its group lacks it, and whether it is given: in a `Given`,
+    or other than its default elsewhere.
+    """
+    is_given = False
+    for name in bound.path:
+        is_given = isinstance(settings, Given)
+        held = settings.values if is_given else {} if settings is None else vars(settings)
+        if name not in held:
+            return bound.default, False
+        settings = held[name]
+    return settings, is_given or settings != bound.default
+
+
+def with_flags(message: str, cls: type) -> str:
+    """Return a message of the library with the options of a verb instead of the names of fields in backticks.
+
+    ``replicas`` in backticks becomes ``--replicas``, ``replicas=3`` becomes ``--replicas 3``, and ``confirm=True`` and
+    ``confirm=False`` become ``--confirm`` and ``--no-confirm``. A positional argument has its name of the usage line,
+    such as ``MODEL``. All other words, such as paths, stay as they are.
+    """
+    bound = options_of(cls)
+    flags = {option.path[-1]: option for option in bound}
+    flags |= {option.flag[2:].replace("-", "_"): option for option in bound if option.flag.startswith("--")}
+    return re.sub(r"`([a-z_]+)(?:=([^`]*))?`", lambda found: _renamed(found, flags), message)
+
+
+def _renamed(marked: re.Match[str], flags: Mapping[str, BoundOption]) -> str:
+    """Return a name in backticks, which may have a value, as a flag; other names stay in backticks."""
+    name, value = marked.groups()
+    if name not in flags:
+        return marked[0]
+    flag = flags[name].flag
+    if value is None or value == "True" or (value == "False" and flags[name].option.negated):
+        return flag
+    return f"--no-{flag[2:]}" if value == "False" else f"{flag} {value}"

@@ -1,0 +1,82 @@
+"""The verb report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from headscan.catalog import SCORES, STATISTICS
+from headscan.cli.verb_base import StoreVerb, say_run
+from headscan.options import Option
+from headscan.settings.evaluation_settings import Confirm, MaxLoss
+from headscan.store.verdict_limits import MAX_LOSS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(StoreVerb):
+    """write one self-contained HTML page: the answers, then a map of every head, and the evidence
+
+        headscan report --store s.duckdb --out report.html
+        headscan report --run 3f9a --compare 77c0 --plan head_plan.json
+
+    The page opens with how many heads are inactive, how many can go at what cost, and how much KV cache can go. It
+    names missing answers with the commands that give them. It is one file and needs no network.
+    """
+
+    run_id: Annotated[
+        str | None, Option("first characters of a scan's id (default: the newest finished scan)", flag="--run")
+    ] = None
+    evaluation: Annotated[
+        str | None,
+        Option("first characters of an evaluation's id (default: the newest of the same model with a finished arm)"),
+    ] = None
+    plan: Annotated[str | None, Option("head_plan.json to include (default: none)")] = None
+    scores: Annotated[
+        tuple[str, ...],
+        Option(
+            "comma-separated scores and statistics, the first of which the map shows first (default: output_norm_ln)",
+            kind="score",
+            names=tuple(dict.fromkeys([*SCORES, *STATISTICS])),
+        ),
+    ] = ()
+    compare: Annotated[
+        str | None,
+        Option("first characters of another scan's id, or `none` (default: the newest other scan with the same heads)"),
+    ] = None
+    confirm: Confirm = True
+    max_loss: MaxLoss = MAX_LOSS
+    out: Annotated[str, Option("output file")] = "report.html"
+
+    def run(self) -> None:
+        from headscan.plans import load_plan
+        from headscan.report.write_report import comparable_scan, write_report
+        from headscan.runs.progress import at_work
+        from headscan.store.provenance import same_model
+        from headscan.verdicts.answer_sheets import can_be_judged
+
+        store = self.store.open()
+        scan_run = store.resolve_run(self.run_id, "scan")
+        say_run(scan_run)
+        if self.evaluation:
+            evaluation = store.resolve_run(self.evaluation, "evaluate")["run_id"]
+        else:
+            ours = [run["run_id"] for run in store.runs("evaluate") if same_model(run, scan_run)]
+            evaluation = next((run_id for run_id in ours if can_be_judged(store, run_id)), None)
+        if self.compare:
+            compared = None if self.compare == "none" else self.compare
+        else:
+            compared = comparable_scan(store, scan_run)
+        with at_work("report"):
+            path = write_report(
+                store,
+                self.out,
+                scan_run=scan_run["run_id"],
+                evaluate_run=evaluation,
+                compare_run=compared,
+                plan=load_plan(self.plan) if self.plan else None,
+                plan_file=self.plan,
+                scores=self.scores,
+                confirm=self.confirm,
+                max_loss=self.max_loss,
+            )
+        print(path)

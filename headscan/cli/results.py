@@ -1,0 +1,85 @@
+"""Results of verbs: rows and named facts, as text or as one JSON object; verdicts on arms as such rows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+from headscan.options import Option
+from headscan.text_tables import plain, printable, say, show
+
+if TYPE_CHECKING:
+    from headscan.verdicts.curves import Curve
+    from headscan.verdicts.verdict_words import ArmVerdict
+
+#: Option of every verb that prints rows.
+Json = Annotated[
+    bool,
+    Option(
+        "one JSON object on standard output instead of text: `rows`, and facts such as `run_id`; notes and progress go "
+        "to standard error"
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Rows of a table (mappings or dataclasses with plain values) and further facts by name. ``text`` returns both as
+    text and is called only without ``--json``; ``notes`` go to standard error after the result.
+    """
+
+    rows: Sequence[Any]
+    text: Callable[[], str]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    def print(self, *, as_json: bool) -> None:
+        """Print the result to standard output, safe for a terminal."""
+        if as_json:
+            document = json.dumps(plain({**self.facts, "rows": list(self.rows)}), allow_nan=False)
+            print(printable(document) if sys.stdout.isatty() else document)
+        else:
+            show(self.text())
+        for line in self.notes:
+            say(line)
+
+
+def arm_row(arm: ArmVerdict) -> dict[str, Any]:
+    """Return the settings, the numbers and the verdict in words of an arm. Without tasks that have right answers,
+    accuracy, `removable`, `outcome`, `label` and `why` are None.
+    """
+    accuracy = arm.accuracy
+    is_judged = accuracy is not None
+    return {
+        "arm": arm.name,
+        "kind": arm.kind,
+        "control": arm.is_control,
+        "share": arm.share,
+        "ablated_share": arm.ablated_share,
+        "selection": arm.selection,
+        "replacement": arm.replacement,
+        "removable": arm.is_safe if is_judged else None,
+        "outcome": arm.outcome if is_judged else None,
+        "label": arm.label if is_judged else None,
+        "why": arm.why if is_judged else None,
+        "accuracy": None
+        if accuracy is None
+        else {name: value for name, value in asdict(accuracy).items() if name != "retained"},
+        "recall": [
+            {**asdict(family), "failed": family.failed, "kept": family.kept, "informative": family.informative}
+            for family in arm.recall
+        ],
+        "recall_unknown": arm.recall_unknown or None,
+        "measures": [asdict(measure) for measure in arm.metrics],
+        "weights_left": arm.weights_left,
+        "cache_left": arm.cache_left,
+        "verdict": arm.sentence(),
+    }
+
+
+def curve_row(curve: Curve) -> dict[str, Any]:
+    """Return a curve with its points, which have the names of the columns of ``sweep_points``."""
+    return {**asdict(curve), "points": [point._asdict() for point in curve.points]}

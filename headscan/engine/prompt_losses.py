@@ -1,0 +1,251 @@
+"""Texts and recall prompts, and their losses under windows of the KV cache; without windows, those of the model.
+
+Losses are forward passes over every prompt, on every pool: on whole models, sets of windows that are alike share the
+layers below the first window that differs, and on ranges of layers, all sets pass through a range while it is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from headscan.catalog import RECALL_FAMILIES, recall_family
+from headscan.cluster.pool import Pool, Task
+from headscan.engine.bundles import FROM_TOKENS, BundleItem, Start, bundle_passes, last_start, possible_starts
+from headscan.engine.likelihood import LikelihoodItem
+from headscan.engine.staged_likelihood import answer_in_ranges
+from headscan.errors import NotFiniteError, SequenceError
+from headscan.kv.kept_keys import KeptKeys
+from headscan.kv.kv_windows import KvWindows
+from headscan.long_work import KnownNumbers, WorkKey, hash_of
+from headscan.models.model_facts import UNVARYING, RopeLengths
+from headscan.options import BATCH_TOKENS, SEEDS
+from headscan.runs.model_identity import ModelIdentity
+from headscan.runs.progress import Progress
+from headscan.settings.evaluation_settings import RecallQuestions
+from headscan.texts import CorpusSpec, TokenConfig, open_corpus, sequences
+from headscan.texts.recall_tasks import recall_questions
+from headscan.texts.token_requests import LogLikelihood, Request, Responses, answer_item
+
+T = TypeVar("T")
+
+#: Most requests of one item of work.
+_REQUESTS = 16
+
+#: Sequences read from a corpus for each one that is used: the used ones are spread evenly over them.
+_SPREAD = 16
+
+#: Smallest share of answer tokens that the full cache gets right. Below it, a task says nothing about the heads.
+_ABLE = 0.1
+
+ALL_KEYS = KeptKeys(())
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts of ``text`` or of a family of recall tasks, named like their corpus, or like the recall task with its
+    length. All tokens of ordinary text are scored, but only the answers of recall tasks.
+    """
+
+    task: str
+    name: str
+    requests: tuple[Request, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(request.ids) for request in self.requests)
+
+    @property
+    def content_hash(self) -> str:
+        """First 16 hexadecimal digits of a hash of the token ids."""
+        ids = b"".join(np.asarray(request.ids, dtype="<i4").tobytes() for request in self.requests)
+        return hashlib.sha256(ids).hexdigest()[:16]
+
+    def first_of(self, parts: int) -> Prompts:
+        """Return the first of ``parts`` equal parts, of at least two prompts."""
+        return replace(self, requests=self.requests[: max(2, len(self.requests) // parts)])
+
+    def halves(self) -> tuple[Prompts, Prompts]:
+        """Return the first and the second half, which share no text."""
+        middle = len(self.requests) // 2
+        return replace(self, requests=self.requests[:middle]), replace(self, requests=self.requests[middle:])
+
+
+def text_prompts(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count: int, longer_than: int) -> Prompts:
+    """Return up to ``count`` texts of a corpus, spread over its beginning. Texts up to ``longer_than`` tokens, the
+    length of the window, show no damage and are left out.
+    """
+    if tokens <= longer_than:
+        raise SequenceError(
+            f"`max_tokens={tokens}` (at least {longer_than + 1}, one more than sink and recent). Raise `max_tokens`, "
+            "or lower `recent`"
+        )
+    config = TokenConfig(tokens, mode="chunk", min_tokens=longer_than + 1, limit_sequences=count * _SPREAD)
+    rows = [each.ids.tolist() for each in sequences(open_corpus(corpus), identity.tokenizer, config)]
+    if len(rows) < 2:
+        raise SequenceError(
+            f"texts of {corpus.name} longer than {longer_than} tokens of sink and recent: {len(rows)} (at least 2). "
+            "Choose another corpus, or lower `recent`"
+        )
+    count = min(count, len(rows))
+    chosen = [rows[i * len(rows) // count] for i in range(count)]
+    return Prompts("text", corpus.name, tuple(Request(tuple(ids), len(ids) - 1) for ids in chosen))
+
+
+def recall_prompts(identity: ModelIdentity, tokens: int, count: int, seed: int) -> list[Prompts]:
+    """Return the prompts of every family of recall tasks with their right answers: ``count`` of each, a multiple of 4,
+    with ``tokens`` tokens including the answer. No evaluation has the same questions.
+    """
+    plan = RecallQuestions(lengths=(tokens - 1,), questions=count, seed=seed)
+    questions = recall_questions(identity.tokenizer, plan, identity.max_tokens, bos="auto", first_seed=SEEDS)
+    return [
+        Prompts(
+            family,
+            f"{family}@{tokens - 1}",
+            tuple(each.requests[each.answer or 0] for each in questions if recall_family(each.task).name == family),
+        )
+        for family in RECALL_FAMILIES
+    ]
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Mean losses of requests under sets of windows, and shares of greedy scored tokens; both (sets, requests)."""
+
+    nats: np.ndarray
+    greedy: np.ndarray
+
+
+@dataclass(frozen=True)
+class PromptPool:
+    """A pool that measures prompts, in passes of ``batch_tokens`` tokens. Items that ``known`` has are not measured
+    again. ``progress`` counts prompts, once for each set of windows. ``starts`` comes from `starts_under_windows`; None
+    computes it.
+    """
+
+    pool: Pool
+    batch_tokens: int = BATCH_TOKENS
+    rope: RopeLengths = UNVARYING
+    known: KnownNumbers = field(default_factory=KnownNumbers)
+    progress: Progress | None = None
+    starts: frozenset[Start] | None = None
+
+    def losses(self, requests: Sequence[Request], sets: Sequence[KeptKeys], base: KeptKeys = ALL_KEYS) -> Losses:
+        """Return the losses of requests under each set of windows; `ALL_KEYS` is the full cache. A pass goes on from
+        that of ``base`` at the first layer in which the windows differ, which changes no number.
+        """
+        staged = self.pool.staged
+        *ablations, under = [KvWindows(kept, "windows") if kept.windows else None for kept in (*sets, base)]
+        parts = self._parts(requests, range(len(requests)))
+        possible = starts_under_windows(self.pool) if self.starts is None else self.starts
+        starts = [None if kept == base else last_start(Start(kept.differs(base), False), possible) for kept in sets]
+        groups = [[index] for index in range(len(sets))] if staged else bundle_passes(starts)
+        items: dict[str, tuple[list[int], list[int]]] = {}
+        work: list[Any] = []
+        for group in groups:
+            for part in parts:
+                name = f"windows {group[0]}, prompts {part[0]} to {part[-1]}"
+                items[name] = group, part
+                chosen = tuple(requests[row] for row in part)
+                if len(group) > 1:
+                    masks = tuple(ablations[index] for index in group)
+                    of_group = tuple(starts[index] or FROM_TOKENS for index in group)
+                    work.append(
+                        BundleItem(name, chosen, masks, of_group, self.batch_tokens, share_prefixes=False, base=under)
+                    )
+                else:
+                    alone = ablations[group[0]]
+                    work.append(
+                        LikelihoodItem(name, chosen, alone, self.batch_tokens, share_prefixes=False, rope=self.rope)
+                    )
+
+        def key_of(item: LikelihoodItem | BundleItem) -> WorkKey:
+            group, _ = items[item.name]
+            windows = [[[layer, head, *kept.key] for layer, head, kept in sets[index].windows] for index in group]
+            return "losses under window masks", windows, hash_of(item.requests)
+
+        def numbers(results: Sequence[Responses[LogLikelihood]]) -> list[list[list[float]]]:
+            """Return log-likelihoods and numbers of greedy tokens (2, sets, requests)."""
+            return [
+                [[each.log_likelihood for each in result.values] for result in results],
+                [[each.greedy_tokens for each in result.values] for result in results],
+            ]
+
+        def count(item: LikelihoodItem | BundleItem) -> int:
+            group, part = items[item.name]
+            return len(group) * len(part)
+
+        nats, greedy = np.empty((len(sets), len(requests))), np.empty((len(sets), len(requests)))
+        scored = np.array([request.scored_tokens for request in requests])
+        task: Task[Any, Any] = answer_in_ranges if staged else answer_item
+        for item, losses in self._measured(task, work, key_of, numbers, count):
+            group, part = items[item.name]
+            at = np.ix_(group, part)
+            log_likelihoods, greedy_tokens = losses.reshape(2, len(group), len(part))
+            nats[at] = -log_likelihoods / scored[part]
+            greedy[at] = greedy_tokens / scored[part]
+        if wrong := int((~np.isfinite(nats)).sum()):
+            raise NotFiniteError(f"NaN or infinite losses: {wrong} of {nats.size} (limit 0). Use another `dtype`")
+        return Losses(nats, greedy)
+
+    def _parts(self, requests: Sequence[Request], rows: Iterable[int]) -> list[list[int]]:
+        """Return the rows in order, in parts of about one pass, each of which a stopped job measures again."""
+        parts: list[list[int]] = []
+        longest = 0
+        for row in rows:
+            longest = max(longest, len(requests[row].ids))
+            if not parts or len(parts[-1]) == _REQUESTS or (len(parts[-1]) + 1) * longest > self.batch_tokens:
+                parts.append([])
+                longest = len(requests[row].ids)
+            parts[-1].append(row)
+        return parts
+
+    def _measured(
+        self,
+        task: Task[T, Any],
+        items: Sequence[T],
+        key_of: Callable[[T], WorkKey],
+        numbers: Callable[[Any], ArrayLike],
+        count: Callable[[Any], int] = lambda item: len(item.requests),
+    ) -> Iterator[tuple[T, np.ndarray]]:
+        """Yield each item with its numbers, float64 and flat: first those that are known, then the others as the pool
+        finishes them. ``numbers`` returns those of a task's result, ``count`` the prompts of an item.
+        """
+        new = []
+        for item in items:
+            if (known := self.known.get(key_of(item))) is None:
+                new.append(item)
+            else:
+                yield item, known
+                self._count(count(item), is_new=False)
+        for done in self.pool.map(task, new) if new else ():
+            self.known.add(key_of(done.item), measured := np.asarray(numbers(done.value), dtype=np.float64).ravel())
+            yield done.item, measured
+            self._count(count(done.item), is_new=True)
+
+    def _count(self, prompts: int, *, is_new: bool) -> None:
+        if self.progress is not None:
+            self.progress.count(prompts, is_new=is_new)
+
+
+def starts_under_windows(pool: Pool) -> frozenset[Start]:
+    """Return where passes under windows can start, which takes two short passes for each layer. Windows act in the
+    attention itself, so passes never start behind it, and the result is that of the model alone.
+    """
+    return frozenset() if pool.staged else pool.one(possible_starts, ())
+
+
+def refusal(prompts: Prompts, losses: Losses) -> str | None:
+    """Return why a recall task is left out, from its losses with the full cache; None if the model can do it."""
+    right = float(losses.greedy[0].mean())
+    if right >= _ABLE:
+        return None
+    return (
+        f"{prompts.name} is left out: the unchanged model gets {right:.0%} of the answer tokens right (at"
+        f" least {_ABLE:.0%})"
+    )

@@ -1,0 +1,77 @@
+"""A plan by KV head as fields of a model's configuration, which the plugin of vLLM in ``serving/vllm`` reads.
+
+The weights stay where they are. A pruned model is served from its DeciLM folder, whose heads of zeros keep as little as
+a head of the plan can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from headscan.errors import ExportError
+from headscan.export.decilm_folder import ARCHITECTURE, decilm_slots
+from headscan.export.servable_model import obstacle, own_slots
+from headscan.plans import HeadPlan, HeadWindows, PlanError, head_windows
+from headscan.pruning.format.attention_parts import LayerHeads
+from headscan.pruning.format.pruned_model import MODEL_TYPE, heads_of
+
+#: Architectures that the plugin serves, apart from DeciLM; with a plan their names have the prefix.
+_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_PREFIX = "HeadPlan"
+#: Version of the fields.
+_VERSION = 1
+#: Fields of the configuration by which the plugin recognises the model.
+_MODEL = ("hidden_size", "intermediate_size", "vocab_size")
+
+
+@dataclass(frozen=True)
+class VllmOverrides:
+    """Fields for ``--hf-overrides``, the windows in them, and True if the model is served from a DeciLM folder."""
+
+    fields: dict[str, Any]
+    windows: HeadWindows
+    is_decilm: bool
+
+
+def vllm_overrides(plan: HeadPlan, config: Any, source: str) -> VllmOverrides:
+    """Return the fields of a plan for a model with a configuration.
+
+    Raises:
+        ExportError: The plugin does not serve the model.
+        PlanError: The plan has no windows, drops heads, or has other heads than the model.
+    """
+    windows = head_windows(plan)
+    is_decilm = config.model_type == MODEL_TYPE
+    if is_decilm:
+        if reason := obstacle(config, source, "DeciLM folders"):
+            raise ExportError(reason)
+        architecture = ARCHITECTURE
+        whole = LayerHeads.all(config.num_attention_heads, config.num_key_value_heads)
+        pruned = heads_of(config)
+        heads = tuple(pruned.get(layer, whole) for layer in range(config.num_hidden_layers))
+        own = tuple(len(each.kept_kv) for each in heads)
+    else:
+        architecture = (config.architectures or ["none"])[0]
+        if architecture not in _ARCHITECTURES:
+            raise ExportError(
+                f"{source} has architecture {architecture} (limit {', '.join(_ARCHITECTURES)} in vLLM with a plan)."
+                " Use the plan with `headscan generate`"
+            )
+        own = (config.num_key_value_heads,) * config.num_hidden_layers
+    if tuple(map(len, windows.heads)) != own:
+        raise PlanError(f"the plan was made for {plan.model.name} with other KV heads. Make a plan for {source}")
+    if is_decilm:
+        places = decilm_slots(own_slots(heads), max(each.heads for each in heads))
+        windows = windows.padded(tuple(each.kv_heads for each in places))
+    fields = {
+        "version": _VERSION,
+        "model": {name: getattr(config, name) for name in _MODEL},
+        "windows": windows.windows,
+        "heads": windows.heads,
+    }
+    if plan.block is not None:
+        fields["block"] = plan.block
+    if plan.chunk not in (None, 1):  # without chunks each token sees its own window
+        fields["chunk"] = plan.chunk
+    return VllmOverrides({"architectures": [_PREFIX + architecture], "head_plan": fields}, windows, is_decilm)

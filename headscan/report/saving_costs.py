@@ -1,0 +1,220 @@
+"""Report sections on the costs of a smaller KV cache and of pruned models."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from headscan.report import page_parts as pages
+from headscan.report.ablation_costs import recall_share
+from headscan.report.page_parts import byte_count, percent
+from headscan.report.profile_charts import removed_map
+from headscan.report.share_chart import ArmPoint, cache_figure, pruning_figure
+from headscan.store.records import ArmKind
+from headscan.store.store import Store
+from headscan.store.tables import ACCURACY, BITS_PER_BYTE, LOSS
+from headscan.verdicts.controls import loss_increase
+from headscan.verdicts.criterion_points import heads_of_arms
+from headscan.verdicts.judge import Verdict
+from headscan.verdicts.verdict_words import ArmVerdict
+
+CACHE = "cache-cost"
+
+#: The cache is counted at the plan's length that is nearest to this one.
+_TOKENS = 32768
+
+_CACHE_NOTE = (
+    "Each point is a plan in one mode. Forward: every token, of the context too, sees what the plan keeps. Decode: the"
+    " context is read with full attention, keys are evicted, and the rest is read from the smaller cache. Whiskers are"
+    " 95 % intervals of the paired difference. Random plans give the same windows to other KV heads or layers, so"
+    " they have the same bytes. Dashed lines: one point below the baseline, and 90 % of the recall."
+)
+
+
+def cache_section(store: Store, verdict: Verdict) -> str | None:
+    """Return the section on the plans of an evaluation; None if it has none."""
+    tokens, left = cache_left(store, verdict)
+    if tokens is None:
+        return None
+    details = _plan_details(store, verdict.run_id)
+    points = [ArmPoint(arm, details[arm.name].method, left[arm.name]) for arm in verdict.arms if arm.name in left]
+    return pages.section(
+        "What a smaller KV cache costs",
+        [
+            pages.paragraph(_CACHE_NOTE, "note"),
+            *([pages.figure(cache_figure(points, tokens), "cache")] if points else []),
+            pages.columns(
+                [arm for arm in verdict.by_name.values() if arm.name in left and not arm.is_random],
+                {
+                    "plan": lambda arm: arm.name,
+                    f"KV cache left at {tokens:,} tokens": lambda arm: f"{left[arm.name]:.1%}",
+                    "accuracy, points": _accuracy,
+                    "recall left": lambda arm: "; ".join(each.words() for each in arm.judged_recall) or "–",
+                    "measures": lambda arm: "; ".join(measure.words() for measure in arm.metrics) or "–",
+                },
+            ),
+        ],
+        CACHE,
+    )
+
+
+def cache_left(store: Store, verdict: Verdict) -> tuple[int | None, dict[str, float]]:
+    """Return a length in tokens (None without plans), and by arm the share of the KV cache that is left at it."""
+    details = _plan_details(store, verdict.run_id)
+    shares = {name: details[name].kv_shares for name in verdict.by_name if name in details}
+    if not shares:
+        return None, {}
+    # The nearest length that all plans have.
+    lengths = set.intersection(*map(set, shares.values()))
+    tokens = min(lengths, key=lambda length: (abs(length - _TOKENS), length))
+    return tokens, {name: of_plan[tokens] for name, of_plan in shares.items()}
+
+
+class _PlanDetails(NamedTuple):
+    """Method of a plan, with its unit if that is the layer, and the share of the KV cache that is left by tokens."""
+
+    method: str
+    kv_shares: dict[int, float]
+
+
+def _plan_details(store: Store, run_id: str) -> dict[str, _PlanDetails]:
+    details = {}
+    for name, config in _settings(store, run_id, [kind for kind in ArmKind if kind.shrinks_cache]).items():
+        shares = {int(tokens): float(share) for tokens, share in config.get("kv_shares") or ()}
+        if shares:
+            unit = " by layer" if config.get("granularity") == "layer" else ""
+            details[name] = _PlanDetails(f"{config['method']}{unit}", shares)
+    return details
+
+
+def _settings(store: Store, run_id: str, kinds: Sequence[ArmKind]) -> dict[str, dict[str, Any]]:
+    """Return the settings of the arms of some kinds by name, with their ``selection``."""
+    rows = store.query(
+        "SELECT name, selection, config FROM arms WHERE run_id = ? AND list_contains(?::VARCHAR[], kind)",
+        [run_id, [kind.value for kind in kinds]],
+    ).to_pylist()
+    return {row["name"]: json.loads(row["config"] or "{}") | {"selection": row["selection"] or ""} for row in rows}
+
+
+REMOVAL = "removal"
+
+_PRUNING_NOTE = (
+    "Heads are removed from the files, and the projections that remain are solved again. Differences to the original"
+    " model on the same questions, with 95 % intervals; the loss is paired by document. Controls have about the same"
+    " size and the same repair: random heads, and whole attention layers dropped (arXiv 2406.15786). Dashed lines: one"
+    " point of accuracy, and 90 % of what the model recalls beyond guessing."
+)
+
+#: Most methods, by unit and repair, with a map of their own.
+_MOST_MAPS = 4
+
+
+def pruning_section(store: Store, evaluation: Mapping[str, Any], verdict: Verdict) -> str | None:
+    """Return the section on the pruned models of an evaluation; None if it has none."""
+    details = _settings(store, verdict.run_id, [kind for kind in ArmKind if kind.is_pruned])
+    arms = [arm for arm in verdict.by_name.values() if arm.name in details]
+    if not arms:
+        return None
+    removed = heads_of_arms(store, verdict.run_id)
+    points = [
+        ArmPoint(
+            arm,
+            details[arm.name].get("method", "unknown"),
+            arm.ablated_share or 0.0,
+            removed.get(arm.name, ()),
+            details[arm.name]["selection"],
+        )
+        for arm in arms
+    ]
+    chosen = [point for point in points if not point.arm.is_control]
+    parts = [pages.paragraph(_PRUNING_NOTE, "note"), pages.figure(pruning_figure(points), "pruning")]
+    heads_of = {site["layer"]: site["num_attention_heads"] for site in evaluation["grid"] if site["site"] == "self"}
+    groups: dict[tuple[str, str], list[ArmPoint]] = defaultdict(list)
+    for point in chosen:
+        groups[point.method, point.selection].append(point)
+    differ = len({selection for _, selection in groups}) > 1
+    for number, ((method, selection), members) in enumerate(list(groups.items())[:_MOST_MAPS]):
+        title = f"Heads removed by {method}" + (f", {selection}" if differ else "")
+        parts.append(pages.figure(removed_map(members, heads_of, title), f"removed-{number}"))
+    parts += [pages.heading("Losses"), _losses(arms), pages.heading("Sizes and times"), *_sizes(chosen, details)]
+    return pages.section("What removing heads costs", parts, REMOVAL)
+
+
+def _losses(arms: Sequence[ArmVerdict]) -> str:
+    families = list(dict.fromkeys(each.family for arm in arms for each in arm.judged_recall))
+    increases = [loss_increase(arm.metrics) for arm in arms]
+    units = sorted({increase.unit for increase in increases if increase is not None})
+    loss = f"loss increase, {' or '.join(units)}" if units else "loss increase"
+    cells: dict[str, Callable[[ArmVerdict], str]] = {
+        "model": lambda arm: arm.name,
+        "heads removed": lambda arm: percent(arm.ablated_share or 0.0),
+        loss: lambda arm: _increase(arm, (LOSS, BITS_PER_BYTE)),
+        "next token, points": lambda arm: _increase(arm, ("next_token_accuracy",)),
+        "accuracy, points": _accuracy,
+    }
+    cells |= {f"{family} left": partial(recall_share, family) for family in families}
+    return pages.columns(arms, cells)
+
+
+def _increase(arm: ArmVerdict, metrics: tuple[str, ...]) -> str:
+    increase_of = {each.metric: each.increase for each in arm.metrics if each.increase is not None}
+    return next((increase_of[metric].numbers() for metric in metrics if metric in increase_of), "–")
+
+
+def _accuracy(arm: ArmVerdict) -> str:
+    difference = arm.value(ACCURACY)
+    return "–" if difference is None else difference.words()
+
+
+class _ModelCost(NamedTuple):
+    """Sizes and times of a model; ``before`` are those of the original, None for the original itself."""
+
+    name: str
+    cost: Mapping[str, Any]
+    before: Mapping[str, Any] | None = None
+
+    def cache(self) -> str:
+        measured = self.cost.get("measured_cache_bytes")
+        count = self.cost.get("cache_bytes") if measured is None else measured
+        return "–" if count is None else byte_count(count)
+
+    def time(self, name: str) -> str:
+        seconds = self.cost.get(name)
+        if seconds is None:
+            return "–"
+        whole = None if self.before is None else self.before.get(name)
+        return f"{1000 * seconds:.2f} ms" + (f" ({whole / seconds:.2f}x)" if whole else "")
+
+
+def _sizes(points: list[ArmPoint], details: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    measured = [(point, details[point.arm.name]) for point in points if "after" in details[point.arm.name]]
+    if not measured:
+        return [pages.paragraph("No sizes are stored.", "note")]
+    models = [_ModelCost("original", measured[0][1]["before"])]
+    models += [_ModelCost(point.arm.name, config["after"], config["before"]) for point, config in measured]
+    skipped = [
+        f"{point.arm.name} has no attention in layer{'s' * (len(config['skipped_layers']) > 1)}"
+        f" {', '.join(map(str, config['skipped_layers']))}."
+        for point, config in measured
+        if config.get("skipped_layers")
+    ]
+    note = "Times are medians of repetitions in turn with the original, in brackets as a multiple of its speed."
+    return [
+        pages.columns(
+            models,
+            {
+                "model": lambda model: model.name,
+                "query heads": lambda model: str(model.cost["query_heads"]),
+                "KV heads": lambda model: str(model.cost["kv_heads"]),
+                "parameters": lambda model: f"{model.cost['parameters']:,}",
+                "weights": lambda model: byte_count(model.cost["weight_bytes"]),
+                "KV cache of a token": _ModelCost.cache,
+                "prefill": lambda model: model.time("prefill_seconds"),
+                "token": lambda model: model.time("token_seconds"),
+            },
+        ),
+        pages.paragraph(" ".join([note, *skipped]), "note"),
+    ]

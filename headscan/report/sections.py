@@ -1,0 +1,346 @@
+"""Report sections on heads, a plan and a second scan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+import numpy as np
+
+from headscan.catalog import SCORES, STATISTICS
+from headscan.plans import HeadClass, HeadPlan, PlanMethod
+from headscan.report import page_parts as pages
+from headscan.report.head_data import HeadData, SiteNumbers
+from headscan.report.head_measures import HeadMeasure
+from headscan.report.page_parts import byte_count, number, percent
+from headscan.report.profile_charts import overlap_figure, profiles_figure
+from headscan.store.head_spread import inactive_counts
+from headscan.store.scan_tables import INACTIVE_QUANTILE, MOSTLY
+from headscan.store.store import Store
+from headscan.store.views import POSITIONAL_SHARE
+
+
+def definitions_section(scores: Sequence[str]) -> str:
+    """Return a table with formula, unit, direction and source of each score."""
+    rows = []
+    for name in scores:
+        score = SCORES.get(name)
+        needed = STATISTICS[name if score is None else score.statistic]
+        formula = needed.formula if score is None or score.normaliser is None else f"{score.formula}; {needed.formula}"
+        unit = needed.unit if score is None or score.normaliser is None else "ratio"
+        rows.append([name, formula, unit, score.inactive if score else "–", needed.source])
+    return pages.section(
+        "Definitions",
+        [
+            pages.paragraph(
+                "For one sequence and one query head: A is the causal softmax, V the value vectors of its KV"
+                " head, O = A V its output before the output projection. A layer mean is over all query heads of the"
+                " layer, and ratios are taken in each sequence before any averaging.",
+                "note",
+            ),
+            pages.folded(
+                f"{len(rows)} scores and statistics",
+                pages.table(["name", "formula", "unit", "inactive when", "source"], rows, texts=5),
+            ),
+        ],
+        "definitions",
+    )
+
+
+COMPARISON = "comparison"
+
+
+def comparison_section(scan: Mapping[str, Any], data: HeadData) -> str | None:
+    """Return how far the means of each measure moved; None without another scan."""
+    if data.compared is None:
+        return None
+    other = data.compared
+    rows = [
+        _comparison_row(site, measure, len(data.sites) > 1)
+        for site in data.sites
+        for measure in site.numbers.measures
+        if measure.other is not None
+    ]
+    if not rows:
+        return None
+    note = (
+        f"This scan: {scan['model']} on {scan['corpus']}. The other: run {other['run_id']}, {other['model']} on"
+        f" {other['corpus']}. Means over sequences, by head; the map shows the other scan and the difference too."
+        " Moved most: the largest difference. Correlation: of the two means over all heads. The distance of whole"
+        f" distributions: headscan compare {scan['run_id'][:8]} {other['run_id'][:8]} with the same --store."
+    )
+    columns = ["measure", "this scan", "other scan", "mean |difference|", "correlation", "moved most: layer.head"]
+    return pages.section(
+        "Compared with another scan", [pages.paragraph(note, "note"), pages.table(columns, rows)], COMPARISON
+    )
+
+
+def _comparison_row(site: SiteNumbers, measure: HeadMeasure, several: bool) -> list[str]:
+    assert measure.other is not None
+    both = np.isfinite(measure.values) & np.isfinite(measure.other)
+    own, other = measure.values[both], measure.other[both]
+    name = f"{measure.name}, {site.heads.site}" if several else measure.name
+    if not both.any():
+        return [name, "–", "–", "–", "–", "–"]
+    difference = other - own
+    most = int(np.abs(difference).argmax())
+    row = int(np.flatnonzero(both)[most])
+    varied = own.std() > 0 and other.std() > 0
+    return [
+        name,
+        number(float(own.mean())),
+        number(float(other.mean())),
+        number(float(np.abs(difference).mean())),
+        number(float(np.corrcoef(own, other)[0, 1])) if varied else "–",
+        f"{site.heads.layer[row]}.{site.heads.head[row]} by {difference[most]:+.3g}",
+    ]
+
+
+BEHAVING = "behaviours"
+
+_MOST_HEADS = 5
+
+
+def behaving_heads_section(sites: Sequence[SiteNumbers], runs: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Return the strongest heads by behaviour, importance and other tables; None without runs, given by group of
+    measures.
+    """
+    if not runs:
+        return None
+    parts = [pages.paragraph("The map above shows each of these for every head.", "note")]
+    for group, run in runs.items():
+        parts.append(pages.heading(group))
+        parts.append(pages.paragraph(f"Run {run['run_id']} of {run['model']}.", "note"))
+        rows = [
+            [measure.name + ("" if len(sites) == 1 else f", {site.heads.site}"), *_strongest(site, measure)]
+            for site in sites
+            for measure in site.numbers.measures
+            if measure.group == group
+        ]
+        parts.append(pages.table(["measure", "highest: layer.head and value", "heads above the limit"], rows, texts=3))
+    return pages.section("What heads do", parts, BEHAVING)
+
+
+def _strongest(site: SiteNumbers, measure: HeadMeasure) -> list[str]:
+    order = np.argsort(-np.nan_to_num(measure.values, nan=-np.inf), kind="stable")[:_MOST_HEADS]
+    heads = [
+        f"{site.heads.layer[i]}.{site.heads.head[i]}: {number(float(measure.values[i]))}"
+        for i in order
+        if np.isfinite(measure.values[i])
+    ]
+    above = "–"
+    if measure.limit is not None:
+        above = f"{int((measure.values > measure.limit).sum())} of {len(site.heads)} above {measure.limit:g}"
+    return [", ".join(heads), above]
+
+
+#: Score of the first map, and of the table of inactive heads: on average the best one of the paper.
+RANKED_BY = "output_norm_ln"
+
+#: Further columns of that table.
+COMPARED = ("output_norm", "first_token_weight", "entropy", "distant_mass", "confidence", "received_max")
+
+_MOST_ROWS = 20
+
+INACTIVE = "inactive"
+
+
+def inactive_heads_section(sites: Sequence[SiteNumbers]) -> str:
+    """Return counts of inactive heads by score, and a table of the heads with the lowest output norm."""
+    parts = [
+        pages.paragraph(
+            f"A head is inactive in a sequence if its score lies beyond the {INACTIVE_QUANTILE:.0%} quantile of all"
+            f" (sequence, head) of the scan, so {INACTIVE_QUANTILE:.0%} of these are inactive by definition. The table"
+            f" shows on how many heads they concentrate: heads that are inactive in at least {MOSTLY:.0%} of the"
+            " sequences. Intervals: 95 %, bootstrap of whole sequences with the threshold fixed. An evaluation shows"
+            " whether the model needs them.",
+            "note",
+        )
+    ]
+    for site in sites:
+        if len(sites) > 1:
+            parts.append(pages.heading(f"{site.heads.site} attention"))
+        parts += [_counts(site), *_lowest(site)]
+    return pages.section("Inactive heads", parts, INACTIVE)
+
+
+def _counts(site: SiteNumbers) -> str:
+    heads = len(site.heads)
+    return pages.columns(
+        inactive_counts(site.spreads),
+        {
+            "score": lambda of: of[0],
+            "inactive end": lambda of: SCORES[of[0]].inactive,
+            "threshold": lambda of: number(site.spreads[of[0]].thresholds[INACTIVE_QUANTILE]),
+            "heads inactive in most sequences": lambda of: f"{of[1].heads:,}",
+            "95 % interval": lambda of: "–" if of[1].low is None else f"{of[1].low:,} to {of[1].high:,}",
+            "share of heads": lambda of: percent(of[1].heads / heads),
+        },
+        texts=2,
+    )
+
+
+def _lowest(site: SiteNumbers) -> list[str]:
+    ranked = site.spreads.get(RANKED_BY)
+    if ranked is None:
+        return [pages.paragraph(f"{RANKED_BY} was not measured in this scan.", "warning")]
+    compared = [name for name in COMPARED if name in site.spreads]
+    order = [int(i) for i in np.argsort(ranked.mean, kind="stable")[:_MOST_ROWS] if np.isfinite(ranked.mean[i])]
+    heads, inactive = site.heads, ranked.inactive
+    assert inactive is not None
+    return [
+        pages.heading(f"Heads with the lowest {RANKED_BY}"),
+        pages.paragraph("Their outputs are small compared with other heads of the layer.", "note"),
+        pages.table(
+            ["layer", "head", "KV head", RANKED_BY, "std", "inactive in", *compared],
+            [
+                [
+                    *(str(number) for number in (heads.layer[i], heads.head[i], heads.kv_head[i])),
+                    _number(ranked.mean[i]),
+                    _number(ranked.std[i]),
+                    percent(float(inactive[i])),
+                    *(_number(site.spreads[name].mean[i]) for name in compared),
+                ]
+                for i in order
+            ],
+            texts=0,
+        ),
+    ]
+
+
+def _number(value: float) -> str:
+    return number(float(value) if np.isfinite(value) else None)
+
+
+def agreement_parts(site: SiteNumbers) -> list[str]:
+    """Return the overlap of the heads that rules ablate; empty with fewer than two scores."""
+    pairs = site.overlaps()
+    if not pairs:
+        return []
+    chance = INACTIVE_QUANTILE / (2 - INACTIVE_QUANTILE)
+    note = pages.paragraph(
+        f"Each score picks the {INACTIVE_QUANTILE:.0%} of (sequence, layer, head) that is most inactive. The map shows"
+        " the intersection over union of each pair of scores, in percent; two independent scores would share"
+        f" {chance:.0%}. Scores that were not measured, or are equal for all heads, are left out.",
+        "note",
+    )
+    return [pages.heading("Do the scores agree?"), note, pages.figure(overlap_figure(pairs), "overlap")]
+
+
+POSITIONS = "positions"
+
+#: With more positional heads their list is folded.
+_MOST_UNFOLDED = 20
+
+
+def looking_section(store: Store, run_id: str, sites: Sequence[str]) -> str | None:
+    """Return positional heads and weight by distance; None without profiles."""
+    parts = []
+    for site in sites:
+        plot = profiles_figure(store, run_id, site=site)
+        if plot is not None:
+            parts += [pages.heading(f"{site} attention")] if len(sites) > 1 else []
+            parts.append(pages.figure(plot.update_layout(margin_t=40), f"profiles-{site}"))
+    if not parts:
+        return None
+    note = pages.paragraph(
+        f"Positional heads: the largest weight is at one offset for at least {POSITIONAL_SHARE:.0%} of"
+        " queries (arXiv 1905.09418). Weight by distance: mean over the layer's heads and the sequences, in bins that"
+        " double. Both count every query, including early ones with few keys.",
+        "note",
+    )
+    return pages.section("Where heads look", [note, *_positional_heads(store, run_id), *parts], POSITIONS)
+
+
+def _positional_heads(store: Store, run_id: str) -> list[str]:
+    """Return a sentence and a list of the positional heads; empty if not measured."""
+    measured = "SELECT 1 FROM all_head_profiles WHERE run_id = ? AND profile = 'argmax_offsets' LIMIT 1"
+    if store.query(measured, [run_id]).num_rows == 0:
+        return []
+    positional = store.query(
+        "SELECT site, layer, head, key_offset, share FROM all_positional_heads WHERE run_id = ?"
+        " ORDER BY key_offset, share DESC, site, layer, head",
+        [run_id],
+    ).to_pylist()
+    if not positional:
+        return [pages.paragraph("No head is positional.")]
+    offsets = [row["key_offset"] for row in positional]
+    counts = ", ".join(f"{offsets.count(offset)} at offset {offset}" for offset in dict.fromkeys(offsets))
+    rows = [
+        [row["site"], str(row["layer"]), str(row["head"]), f"{row['key_offset']:+d}", percent(row["share"])]
+        for row in positional
+    ]
+    table = pages.table(["site", "layer", "head", "offset of the key", "share of queries"], rows)
+    few = len(positional) <= _MOST_UNFOLDED
+    listed = table if few else pages.folded(f"All {len(positional)} positional heads", table)
+    return [pages.paragraph(f"Positional heads found: {counts}."), listed]
+
+
+HEAD_PLAN = "head-plan"
+
+#: What the scores of a method show.
+_EVIDENCE: dict[PlanMethod, str] = {
+    "measured": "it shows the loss that a window on each head adds",
+    "distant_mass": "it shows where heads attend",
+    "retrieval_score": "it shows which heads copy from far back",
+    "imported": "it shows the numbers of another tool",
+    "random": "it shows random numbers",
+}
+
+
+def plan_section(plan: HeadPlan) -> str:
+    """Return the section on a plan: windows, saved bytes and validation."""
+    budget = plan.budget
+    dropped = f", {budget.dropped_heads} keep none" if budget.dropped_heads else ""
+    parts = [
+        pages.paragraph(
+            f"Method {plan.method}: {budget.window_heads} of {budget.kv_heads} KV heads ({budget.window_share:.1%})"
+            f" keep {plan.window_text()}{dropped}; the others keep all tokens. Bytes are for one sequence."
+        ),
+        pages.columns(
+            budget.lengths,
+            {
+                "tokens": lambda at: f"{at.tokens:,}",
+                "KV cache": lambda at: byte_count(at.kv_bytes),
+                "with the plan": lambda at: byte_count(at.planned_bytes),
+                "saved": lambda at: byte_count(at.saved_bytes),
+                "share saved": lambda at: percent(at.saved_share),
+            },
+            texts=0,
+        ),
+        pages.paragraph("The map of heads shows the plan, the keep-scores, and the damage of a window.", "note"),
+    ]
+    counts = Counter((head.layer, head.head_class) for head in plan.heads)
+    classes = get_args(HeadClass)
+    rows = [
+        [
+            str(layer.layer),
+            layer.type if layer.cache_tokens is None else f"{layer.type}, {layer.cache_tokens:,} tokens",
+            str(layer.num_key_value_heads),
+            *(str(counts[layer.layer, name]) for name in classes),
+        ]
+        for layer in plan.model.layers
+    ]
+    layers = pages.table(["layer", "KV cache", "KV heads", *classes], rows, texts=2)
+    parts.append(layers if len(plan.model.layers) <= 12 else pages.folded("Counts per layer", layers))
+    parts.append(pages.paragraph(f"Keep-score: {plan.score}.", "note"))
+    if plan.notes:
+        parts.append(pages.bullets(plan.notes))
+    if plan.validation is None:
+        parts.append(
+            pages.paragraph(
+                f"This plan has not been validated: {_EVIDENCE[plan.method]}, not the accuracy that a task loses."
+                " Evaluate it with `headscan evaluate --plan`.",
+                "warning",
+            )
+        )
+    else:
+        parts += [
+            pages.heading("Loss on held-out prompts"),
+            pages.facts((name, pages.one_line(v)) for name, v in plan.validation.items()),
+            pages.paragraph(
+                "A loss is no verdict on a task: evaluate the plan with `headscan evaluate --plan`.", "note"
+            ),
+        ]
+    return pages.section("Head plan", parts, HEAD_PLAN)

@@ -1,0 +1,124 @@
+"""Progress of work in a terminal, a notebook or a log."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Self, TextIO
+
+from tqdm import tqdm
+from tqdm.auto import tqdm as widget_bar
+
+from headscan.text_tables import printable
+
+
+class Progress:
+    """Progress with rate and time left; a context manager.
+
+    Args:
+        total: None if it is unknown.
+        every: Seconds between lines in a log; they come also while nothing is finished.
+        brief: Work that ends before the first of these lines leaves none.
+        stream: None uses standard error.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: int | None,
+        unit: str,
+        *,
+        every: float = 10.0,
+        brief: bool = False,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._stream = stream or sys.stderr
+        self._title, self._total, self._unit, self._every = printable(title), total, unit, every
+        self._bar: tqdm[None] | None = None
+        # A stream of Jupyter is no terminal, but shows a bar as a widget.
+        in_notebook = type(self._stream).__module__.startswith("ipykernel")
+        if in_notebook or self._stream.isatty():
+            self._bar = (widget_bar if in_notebook else tqdm)(
+                total=total, desc=self._title, unit=f" {unit}", file=self._stream, dynamic_ncols=True, leave=not brief
+            )
+        self._brief = brief
+        self._started = self._printed = time.monotonic()
+        self._done = self._skipped = 0
+        self._ended = threading.Event()
+
+    def skip(self, count: int) -> None:
+        """Count work of an earlier run, which does not enter the rate."""
+        self._skipped += count
+        if self._bar is not None:
+            self._bar.initial += count
+            self._bar.update(count)
+
+    def update(self, count: int = 1) -> None:
+        self._done += count
+        if self._bar is not None:
+            self._bar.update(count)
+        elif time.monotonic() - self._printed >= self._every:
+            self._print(self._line())
+
+    def count(self, count: int, *, is_new: bool) -> None:
+        """Count finished work; what is not new was finished by an earlier run."""
+        (self.update if is_new else self.skip)(count)
+
+    def __enter__(self) -> Self:
+        if self._bar is None and self._every:
+            threading.Thread(target=self._keep_printing, name="progress", daemon=True).start()
+        return self
+
+    def _keep_printing(self) -> None:
+        while not self._ended.wait(self._every / 4):
+            if time.monotonic() - self._printed >= self._every:
+                self._print(self._line())
+
+    def __exit__(self, kind: type[BaseException] | None, *problem: object) -> None:
+        self._ended.set()
+        if self._bar is not None:
+            self._bar.close()
+        elif kind is None and not (self._brief and self._printed == self._started):
+            seconds = time.monotonic() - self._started
+            at = self._done + self._skipped
+            counted = f"{at} {self._unit} in " if at or self._total is not None else ""
+            self._print(f"{self._title}: {counted}{time_text(seconds)}")
+
+    def _line(self) -> str:
+        at = self._done + self._skipped
+        if self._total is None and not at:
+            return f"{self._title}: at work for {time_text(time.monotonic() - self._started)}"
+        parts = [f"{self._title}: {at}{'' if self._total is None else f' of {self._total}'} {self._unit}"]
+        if self._done:  # without finished work there is no rate, and no time left
+            rate = self._done / max(1e-9, time.monotonic() - self._started)
+            parts.append(f"{rate:.3g}/s")
+            if self._total is not None:
+                parts.append(f"{time_text(max(0, self._total - at) / rate)} left")
+        return ", ".join(parts)
+
+    def _print(self, line: str) -> None:
+        self._printed = time.monotonic()
+        print(line, file=self._stream, flush=True)
+
+
+@contextmanager
+def shown_steps(title: str, total: int, unit: str) -> Iterator[Callable[[], object]]:
+    """Show steps that take longer than some seconds, and yield the function to call after each."""
+    with Progress(title, total, unit, brief=True) as progress:
+        yield progress.update
+
+
+def at_work(title: str) -> Progress:
+    """Return a display of work whose steps cannot be counted."""
+    return Progress(title, None, "", brief=True)
+
+
+def time_text(seconds: float) -> str:
+    """Return a duration in seconds, minutes or hours, such as ``2 h 05 min``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,620 @@
+"""Settings of evaluations: tasks, recall questions, ablations and their comparisons."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from headscan.catalog import (
+    CRITERIA,
+    DAMAGE,
+    EFFECT,
+    GATE,
+    LAYER_DROP,
+    RANKED_CRITERIA,
+    RECALL_FAMILIES,
+    RECALL_NAMES,
+    SCORES,
+    ReplacementKind,
+)
+from headscan.checkpoints.source_folder import check_folder
+from headscan.errors import HeadscanError, InterventionError, unknown_name
+from headscan.grid import check_pairs, parse_head
+from headscan.model_spec import ModelSpec
+from headscan.options import BATCH_TOKENS, Count, Limits, Option, Seed, check_limits
+from headscan.settings.corpus_settings import LONGEST_TEXT, SHORTEST, BosPolicy, CorpusSpec, longest_text
+from headscan.store.tables import EACH
+from headscan.store.verdict_limits import MAX_LOSS, QUESTIONS_PER_TEXT
+
+if TYPE_CHECKING:
+    from headscan.plans import HeadPlan
+    from headscan.runs.model_identity import ModelIdentity
+    from headscan.texts.held_out_text import HeldOutText
+
+#: Limits of the largest loss increase of a safe arm, in nats per token.
+LOSS_LIMITS = Limits(above=0, most=100)
+
+#: Prompt length that placement reserves memory for when tasks run. Longer prompts run alone, or fail.
+TASK_TOKENS = 2048
+
+#: Default lengths of recall questions are the powers of two from the first to the second.
+_SHORTEST_RECALL, _LONGEST_RECALL = 256, 4096
+
+#: Default number of recall questions of each family, over all lengths.
+IN_ALL = 400
+
+#: Option of every verb that writes runs.
+RESUME_ANYWAY = Option(
+    "resume an unfinished run although packages, headscan, the device or the model's code changed; the store records "
+    "both (default: an error names the changes)"
+)
+ResumeAnyway = Annotated[bool, RESUME_ANYWAY]
+
+
+class HarnessError(HeadscanError):
+    """Raised if a task cannot be evaluated."""
+
+
+class RecallError(HeadscanError):
+    """Recall questions that cannot be made with these settings."""
+
+
+@dataclass(frozen=True)
+class RecallQuestions:
+    """Settings of the recall questions.
+
+    There are two families, needles and copying. By default each has 400 questions, spread over all lengths: a model
+    with 4,096 or more positions gets 80 for each of five lengths. An arm then reads 1.3 million tokens, or 0.33 million
+    if common prefixes are read once.
+
+    No arm can be shown to keep recall with fewer than 192 needles or 144 copying questions
+    (`docs/verdicts_simulated.md`). A sweep judges on three quarters of the questions, so by default it asks more
+    if the whole model recalls little, which it measures first (`run_sweep.size_recall`).
+
+    Attributes:
+        lengths: Tokens that the model reads in a question; None uses those of `lengths_within`.
+        questions: Number for each length and family, a multiple of 4; None follows ``in_all``.
+        in_all: Number for each family over all lengths, a multiple of 4, if ``questions`` is None. For example,
+            ``{"needle": 800}`` asks 800 needles and 400 copying questions, because a family that is not named has
+            `IN_ALL`. None uses `IN_ALL` for both.
+    """
+
+    lengths: Annotated[
+        tuple[int, ...] | None,
+        Option(
+            "comma-separated prompt lengths of recall questions (default: powers of two from "
+            f"{_SHORTEST_RECALL} to {_LONGEST_RECALL} that fit)",
+            flag="--recall-lengths",
+            least=1,
+        ),
+    ] = None
+    questions: Annotated[
+        int | None,
+        Option(
+            f"number of recall questions per family and length, a multiple of 4 (default: {IN_ALL} per family over all "
+            "lengths; more in a sweep if the model recalls little)",
+            flag="--recall-questions",
+            metavar="N",
+            least=QUESTIONS_PER_TEXT,
+            multiple=QUESTIONS_PER_TEXT,
+        ),
+    ] = None
+    seed: Seed = 0
+    in_all: Mapping[str, int] | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        check_limits(self, RecallError)
+        if self.lengths is not None:
+            if not self.lengths:
+                raise RecallError("recall lengths are empty. Give at least one, or None for the default")
+            if len(set(self.lengths)) < len(self.lengths):
+                raise RecallError(f"recall lengths {', '.join(map(str, self.lengths))} repeat. Give each once")
+        if self.in_all is not None and self.questions is not None:
+            raise RecallError("`in_all` has no effect with `questions`: leave one of them out")
+        if not isinstance(self.in_all, Mapping | None):
+            raise RecallError(f"`in_all={self.in_all!r}` names no families. Pass numbers by name, of {RECALL_NAMES}")
+        for family, number in (self.in_all or {}).items():
+            if family not in RECALL_FAMILIES:
+                raise unknown_name("family of recall questions", family, RECALL_FAMILIES)
+            if not isinstance(number, Integral) or number < QUESTIONS_PER_TEXT or number % QUESTIONS_PER_TEXT:
+                limit = f"limit {QUESTIONS_PER_TEXT}, a multiple of {QUESTIONS_PER_TEXT}"
+                raise RecallError(
+                    f"`in_all` has {number!r} questions of the family {family} ({limit}). Change `in_all`"
+                )
+
+    def lengths_within(self, max_tokens: int | None) -> tuple[int, ...]:
+        """Return the lengths of the questions for a model. Their default is the powers of two from 256 to 4,096 up to
+        the model's limit, and the limit itself if it is below 4,096; ``max_tokens`` None means no limit.
+        """
+        if self.lengths is not None:
+            longest = max(self.lengths)
+            if max_tokens is not None and longest > max_tokens:
+                raise RecallError(
+                    f"recall length of {longest} tokens (limit {max_tokens} positions of the model). Lower the "
+                    "recall lengths"
+                )
+            return self.lengths
+        limit = _LONGEST_RECALL if max_tokens is None else min(max_tokens, _LONGEST_RECALL)
+        lengths = [_SHORTEST_RECALL]
+        while lengths[-1] < limit:
+            lengths.append(2 * lengths[-1])
+        return tuple(dict.fromkeys(min(length, limit) for length in lengths))
+
+    def by_family(self) -> dict[str, int]:
+        """Return the number of questions over all lengths by family, if ``questions`` is None."""
+        return {family: (self.in_all or {}).get(family, IN_ALL) for family in RECALL_FAMILIES}
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that identify a run. Earlier runs lack ``in_all``, so its default is left out, and list
+        its numbers without the names of the families.
+        """
+        settings = asdict(replace(self, in_all=None))
+        del settings["in_all"]
+        return settings if self.in_all is None else {**settings, "in_all": (*self.by_family().values(),)}
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """Tasks of lm-eval, and the form of their prompts. Without ``names`` an evaluation asks recall and text only."""
+
+    names: tuple[str, ...] = ()
+    include_path: Annotated[
+        str | None,
+        Option(
+            "folder with your own lm-eval tasks, such as headscan-demo/task for `continuation`, the task of the demo; "
+            "task files can run code, so name only folders that you trust (default: none)"
+        ),
+    ] = None
+    num_fewshot: Annotated[
+        int | None, Option("number of examples in the prompt (default: the task's own)", least=0)
+    ] = None
+    limit: Annotated[int | None, Option("maximum number of questions per task (default: all)", least=1)] = None
+    apply_chat_template: Annotated[bool, Option("prompts in the tokenizer's chat template")] = False
+    fewshot_as_multiturn: Annotated[
+        bool | None, Option("examples as turns of the chat (default: yes with a chat template)")
+    ] = None
+    bos: Annotated[BosPolicy, Option("BOS token before each prompt; auto follows the tokenizer")] = "auto"
+    mmlu_cloze: Annotated[
+        bool,
+        Option(
+            "also score MMLU by the likelihood of the answer texts (mmlu_continuation): a model can lose the letters "
+            "and keep the knowledge"
+        ),
+    ] = False
+
+    def __post_init__(self) -> None:
+        check_limits(self, HarnessError)
+        if self.include_path is not None:
+            object.__setattr__(self, "include_path", os.fspath(self.include_path))
+            if not Path(self.include_path).is_dir():
+                raise HarnessError(f"`include_path={self.include_path}` is no folder. Use a folder with task files")
+        if self.fewshot_as_multiturn and not self.apply_chat_template:
+            raise HarnessError("`fewshot_as_multiturn=True` needs a chat template. Set `apply_chat_template`, too")
+        for name in ("num_fewshot", "limit", "mmlu_cloze"):
+            if not self.names and getattr(self, name) != getattr(TaskConfig, name):
+                raise HarnessError(f"`{name}` has no effect without tasks: leave it out, or set `names`")
+
+    @property
+    def multiturn(self) -> bool:
+        """True if examples are turns of the chat."""
+        return self.apply_chat_template if self.fewshot_as_multiturn is None else self.fewshot_as_multiturn
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Settings of an evaluation: model, questions and how prompts are read.
+
+    Attributes:
+        recall: Recall questions; None omits them.
+        batch_tokens: Tokens of one forward pass, padding included; the same for all arms.
+        share_prefixes: Read common prefixes of prompts once. None does so, unless arms would then use different kernels
+            in half precision, whose rounding differs.
+        text: Ordinary text whose loss is measured; None omits it.
+        max_loss: Maximum increase of that loss of a safe arm, in nats per token. Jobs that read no text of their own
+            refuse it without ``text`` (`check_max_loss`), when they start.
+
+    Raises:
+        HarnessError: ``batch_tokens`` or ``max_loss`` is out of range.
+    """
+
+    model: ModelSpec
+    tasks: TaskConfig
+    recall: RecallQuestions | None = field(default_factory=RecallQuestions)
+    batch_tokens: Count = BATCH_TOKENS
+    share_prefixes: Annotated[
+        bool | None, Option("shared prompt prefixes computed once (default: yes, unless rounding would differ)")
+    ] = None
+    text: HeldOutText | None = None
+    max_loss: Annotated[float, LOSS_LIMITS] = MAX_LOSS
+
+    def __post_init__(self) -> None:
+        check_limits(self, HarnessError)
+
+    def check_max_loss(self) -> None:
+        """Raise HarnessError if ``max_loss`` is set without ``text``; jobs that add a text do not call this."""
+        if self.text is None and self.max_loss != MAX_LOSS:
+            raise HarnessError("`max_loss` has no effect without `text`: set `text`, or leave it out")
+
+    def placed_tokens(self, identity: ModelIdentity) -> int:
+        """Return the tokens that placement reserves memory for: those of the longest recall question or held-out text,
+        at least those of a task, whose prompts are not known yet.
+        """
+        recall = () if self.recall is None else self.recall.lengths_within(identity.max_tokens)
+        texts = () if self.text is None else (len(chunk.ids) for chunk in self.text.chunks)
+        return max((TASK_TOKENS, *recall, *texts))
+
+
+#: Option of every verb that judges arms by the loss of text.
+MaxLoss = Annotated[
+    float,
+    Option(
+        "largest increase of the held-out loss of a safe arm, in nats per token",
+        above=LOSS_LIMITS.above,
+        most=LOSS_LIMITS.most,
+    ),
+]
+#: Option of every verb that ablates heads.
+ReplacementOption = Annotated[
+    ReplacementKind,
+    Option(
+        "output of ablated heads: zero (tests whether they are inactive), mean (their mean on --corpus: constant) "
+        "or resample (their output on another text of --corpus: independent of the input)",
+        flag="--replace",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class ReplacementConfig:
+    """Replacement of the output of ablated heads.
+
+    Attributes:
+        kind: ``zero``; ``mean``, the head's mean output over the tokens of ``texts`` texts; or ``resample``, its
+            output at the same position of another text, which ``seed`` chooses for each input.
+        corpus: The texts of ``mean`` and ``resample``; None for ``zero``.
+        samples: Number of texts of ``resample``, each as long as the longest input; their outputs in all layers stay in
+            memory.
+    """
+
+    kind: ReplacementOption = "zero"
+    corpus: CorpusSpec | None = None
+    texts: Count = 64
+    samples: Annotated[int, Limits(least=2)] = 8
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        check_limits(self, InterventionError)
+        if self.kind != "zero" and self.corpus is None:
+            raise InterventionError(f"`kind={self.kind}` needs texts: no corpus. Set `corpus`")
+        if self.kind == "zero" and self.corpus is not None:
+            raise InterventionError("`corpus` has no effect with `kind=zero`: leave it out, or use mean or resample")
+        for name, used_by in (("texts", "mean"), ("samples", "resample"), ("seed", "resample")):
+            if self.kind != used_by and getattr(self, name) != getattr(ReplacementConfig, name):
+                raise InterventionError(
+                    f"`{name}` has no effect with `kind={self.kind}`: leave it out, or use {used_by}"
+                )
+
+
+#: Score of arms where a setting needs one and none is named.
+COMMON_SCORE = "output_norm_ln"
+#: How a mask ranks heads: by mean score, or by the share of inputs in which they are inactive.
+MaskOrder = Literal["mean", "inactive"]
+MaskOrderOption = Annotated[
+    MaskOrder,
+    Option(
+        "order of the masks' heads: by mean score, or by the share of inputs in which they are inactive",
+        flag="--mask-order",
+    ),
+]
+#: ``forward``: window masks in the scored pass. ``decode``: keys are evicted after the context.
+PlanMode = Literal["forward", "decode"]
+PLAN_MODES: tuple[PlanMode, ...] = ("forward", "decode")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenArms:
+    """Choice of the arms that are compared with the baseline.
+
+    Attributes:
+        criterion: Criterion whose order gives a mask of ``share`` heads, and a rule if ``rule``; None gives neither.
+        plans: Plans of the KV cache, each evaluated in all ``plan_modes``.
+
+    Raises:
+        HeadIndexError: One of ``heads`` is no pair of indices.
+        InterventionError: A number is out of range, or a setting has no effect on the arms.
+        UnknownNameError: The score or a mode is unknown.
+    """
+
+    heads: Annotated[
+        tuple[tuple[int, int], ...],
+        Option("comma-separated heads of a mask (default: none)", metavar="LAYER:HEAD", parse=parse_head, spaces=True),
+    ] = ()
+    mask: Annotated[
+        str | None, Option("name or id of a mask in the store whose heads are ablated (default: none)", metavar="NAME")
+    ] = None
+    criterion: Annotated[
+        str | None,
+        Option(
+            "score or other criterion that chooses the heads, from a scan, importance, ablate or gates run in the "
+            f"store (default: none; {COMMON_SCORE} with --share, --rule or --run)",
+            flag="--score",
+            kind="criterion",
+            names=RANKED_CRITERIA,
+        ),
+    ] = None
+    share: Annotated[float, Option("share of heads to ablate, chosen by the score", above=0, below=1)] = 0.1
+    mask_order: MaskOrderOption = "mean"
+    run_id: Annotated[
+        str | None, Option("first characters of the id of that run (default: the newest of this model)", flag="--run")
+    ] = None
+    rule: Annotated[bool, Option("also evaluate the rule, which ablates per input the heads beyond the quantile")] = (
+        False
+    )
+    plans: tuple[HeadPlan, ...] = ()
+    plan_modes: Annotated[
+        tuple[PlanMode, ...],
+        Option(
+            "forward: all tokens see what the plan keeps; decode: keys are evicted after the context; or both, with a "
+            "comma",
+            flag="--plan-mode",
+            metavar="MODE",
+            kind="plan mode",
+            names=PLAN_MODES,
+            spaces=True,
+        ),
+    ] = ("forward",)
+    models: Annotated[
+        tuple[str, ...],
+        Option(
+            "comma-separated folders or names of models with the same tokenizer, to compare with MODEL; one is loaded "
+            "at a time (default: none)",
+            metavar="MODEL",
+            parse=check_folder,
+            spaces=True,
+        ),
+    ] = ()
+    controls: Annotated[
+        int,
+        Option(
+            "number of random controls per mask (as many heads), per rule (heads drawn for each input) and per plan "
+            "(as many bytes); at least 19 can show that a choice is better than chance",
+            metavar="N",
+            least=0,
+        ),
+    ] = 0
+    replacement: ReplacementConfig = field(default_factory=ReplacementConfig)
+
+    def __post_init__(self) -> None:
+        check_limits(self, InterventionError)
+        object.__setattr__(self, "models", tuple(map(os.fspath, self.models)))
+        check_pairs(self.heads)
+        if self.plans:
+            from headscan.plans import check_is_plan
+
+            for plan in self.plans if isinstance(self.plans, tuple | list) else (self.plans,):
+                check_is_plan(plan)
+        if not self.plan_modes:
+            raise InterventionError("`plan_modes` is empty (limit 1 mode). Set `plan_modes`")
+        ablates = bool(self.heads or self.mask or self.criterion)
+        if self.replacement.kind != "zero" and not ablates:
+            raise InterventionError(
+                f"`kind={self.replacement.kind}` needs ablated heads. Set `heads`, `mask` or `criterion`"
+            )
+        for name, needed, is_used in (
+            ("share", "`criterion`", bool(self.criterion)),
+            ("mask_order", "`criterion`", bool(self.criterion)),
+            ("run_id", "`criterion`", bool(self.criterion)),
+            ("rule", "`criterion`", bool(self.criterion)),
+            ("plan_modes", "`plans`", bool(self.plans)),
+            ("controls", "`heads`, `mask`, `criterion` or `plans`", ablates or bool(self.plans)),
+        ):
+            if not is_used and getattr(self, name) != getattr(ChosenArms, name):
+                raise InterventionError(f"`{name}` has no effect without {needed}: leave it out")
+        if self.criterion not in (None, *SCORES) and (self.rule or self.mask_order != "mean"):
+            needing = "rule" if self.rule else "mask_order"
+            raise InterventionError(
+                f"`{needing}` needs a score of each input, which `criterion={self.criterion}` is not. Choose another"
+                " `criterion`"
+            )
+
+
+#: Words that stand for several scores.
+_SETS = {"all": tuple(SCORES), "none": ()}
+#: Option that splits the questions of a sweep.
+Confirm = Annotated[
+    bool,
+    Option(
+        "select the best arm of a sweep on half of the task questions and a quarter of the recall texts, and judge it "
+        "on the others; --no-confirm uses all questions for both, and the interval is then too narrow"
+    ),
+]
+
+
+#: The paper's shares of heads.
+SWEPT_SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    """Settings of a sweep.
+
+    Attributes:
+        shares: Nominal shares of heads to ablate; 0 ablates nothing and is left to the baseline.
+        mask_criteria: Scores, or other names in `RANKED_CRITERIA`, with a fixed mask at every share.
+        confirm: Judge the best arm on the questions that did not select it. The arms and their answers are the same; if
+            a half has too few questions, the sweep reports that before it starts.
+    """
+
+    evaluation: EvaluateConfig
+    scores: Annotated[
+        tuple[str, ...],
+        Option(
+            "comma-separated scores of the rules, `all` or `none` (default: all)",
+            kind="score",
+            names=SCORES,
+            sets=_SETS,
+        ),
+    ] = tuple(SCORES)
+    shares: Annotated[
+        tuple[float, ...],
+        Option("comma-separated shares of heads to ablate", flag="--shares --quantiles", least=0, below=1),
+    ] = SWEPT_SHARES
+    mask_criteria: Annotated[
+        tuple[str, ...],
+        Option(
+            "comma-separated scores of the masks, `all` or `none`; other criteria use the newest importance, ablate or "
+            "gates run of the model in the store",
+            flag="--masks",
+            kind="criterion",
+            names=RANKED_CRITERIA,
+            sets=_SETS,
+        ),
+    ] = ("output_norm_ln",)
+    mask_order: MaskOrderOption = "mean"
+    controls: Annotated[
+        int,
+        Option(
+            "number of random controls per share, for rules and for masks; 20 x the number of scores - 1 can show that "
+            "the choice among them is better than chance",
+            flag="--controls --seeds",
+            least=0,
+        ),
+    ] = 3
+    confirm: Confirm = True
+    replacement: ReplacementConfig = field(default_factory=ReplacementConfig)
+
+    def __post_init__(self) -> None:
+        check_limits(self, InterventionError)
+        if not any(self.shares) or not (self.scores or self.mask_criteria):
+            raise InterventionError(
+                "nothing to sweep: no score, or no share above 0. Set `shares`, and `scores` or `mask_criteria`"
+            )
+        self.evaluation.check_max_loss()
+
+    @property
+    def distinct_shares(self) -> tuple[float, ...]:
+        """The distinct shares above 0, ascending."""
+        return tuple(sorted({share for share in self.shares if share}))
+
+    def placed_tokens(self, identity: ModelIdentity) -> int:
+        """Return the tokens that placement reserves memory for."""
+        return self.evaluation.placed_tokens(identity)
+
+
+#: Mode of an ablate run.
+AblationMode = Literal["each", "all_but_one"]
+
+
+@dataclass(frozen=True)
+class LossTexts:
+    """Texts whose loss shows the effect of a head."""
+
+    corpus: CorpusSpec
+    sequences: Annotated[int, Option("number of texts whose loss is measured", least=1)] = 128
+    max_tokens: Annotated[
+        int | None,
+        Option(
+            f"longest of these texts in tokens (default: the model's context, at most {LONGEST_TEXT})", least=SHORTEST
+        ),
+    ] = None
+
+    def longest(self, identity: ModelIdentity) -> int:
+        return longest_text(identity, self.max_tokens)
+
+    def __post_init__(self) -> None:
+        check_limits(self, InterventionError)
+
+
+@dataclass(frozen=True)
+class AblateConfig:
+    """Settings of a table of the effects of single heads.
+
+    Attributes:
+        evaluation: Tasks of which the accuracy is measured, or none. Effects are not measured on recall questions, so
+            ``recall`` is None or the default.
+        texts: Texts of which the loss is measured; None uses the tasks.
+        modes: ``each`` ablates one head at a time, ``all_but_one`` all other heads of its layer.
+    """
+
+    evaluation: EvaluateConfig
+    texts: LossTexts | None = None
+    modes: tuple[AblationMode, ...] = (EACH,)
+    replacement: ReplacementConfig = field(default_factory=ReplacementConfig)
+
+    def __post_init__(self) -> None:
+        check_limits(self, InterventionError)
+        if not self.modes:
+            raise InterventionError("`modes` is empty (limit 1 mode). Set `modes`")
+        if self.evaluation.recall not in (None, RecallQuestions()):
+            raise InterventionError("`evaluation.recall` has no effect on single heads: leave it out")
+        if self.evaluation.text is not None:
+            raise InterventionError("`evaluation.text` has no effect on single heads: leave it out, or set `texts`")
+        if self.evaluation.max_loss != MAX_LOSS:
+            raise InterventionError("`evaluation.max_loss` has no effect on single heads: leave it out")
+        if bool(self.evaluation.tasks.names) == (self.texts is not None):
+            both = "tasks and texts" if self.texts is not None else "neither tasks nor texts"
+            raise InterventionError(f"{both}, but effects have one metric. Set either `evaluation.tasks` or `texts`")
+
+    def placed_tokens(self, identity: ModelIdentity) -> int:
+        """Return the tokens that placement reserves memory for: those of the longest text, or those of a task."""
+        return TASK_TOKENS if self.texts is None else self.texts.longest(identity)
+
+
+#: One of each kind, the two best-known scores among them.
+DEFAULT_CRITERIA = (
+    "output_norm_ln",
+    "first_token_weight",
+    "importance",
+    "importance_entropy",
+    EFFECT,
+    GATE,
+    DAMAGE,
+    LAYER_DROP,
+)
+
+
+#: Criteria that order the heads of each site on labelled examples, which have no recall prompts.
+SITE_CRITERIA = tuple(name for name, declared in CRITERIA.items() if declared.by_value and not declared.on_recall)
+DEFAULT_SITE_CRITERIA = tuple(name for name in DEFAULT_CRITERIA if name in SITE_CRITERIA)
+
+
+#: Criteria that are no scores.
+_OTHERS = tuple(name for name in CRITERIA if name not in SCORES)
+
+
+@dataclass(frozen=True)
+class CriteriaComparison:
+    """Criteria (names in `CRITERIA`) and the shares of heads that each removes; repeated ones count once. ``criteria``
+    None compares `DEFAULT_CRITERIA`, on labelled examples `DEFAULT_SITE_CRITERIA`.
+    """
+
+    criteria: Annotated[
+        tuple[str, ...] | None,
+        Option(
+            f"comma-separated criteria, or `all`: the scores, {', '.join(_OTHERS)} (default: "
+            f"{','.join(DEFAULT_CRITERIA)}; with --data {','.join(DEFAULT_SITE_CRITERIA)})",
+            kind="criterion",
+            names=CRITERIA,
+            sets={"all": tuple(CRITERIA)},
+        ),
+    ] = None
+    shares: Annotated[
+        tuple[float, ...],
+        Option("comma-separated shares of heads to remove, of each site with --data", above=0, most=1),
+    ] = (0.1, 0.2, 0.3, 0.4, 0.5)
+    controls: Annotated[
+        int, Option("number of random controls per share", flag="--controls --seeds", metavar="N", least=0)
+    ] = 3
+    iterative: Annotated[bool, Option("scores, importances and effects are measured again after each share")] = False
+
+    def __post_init__(self) -> None:
+        check_limits(self, InterventionError)
+        for name in ("criteria", "shares"):
+            if (values := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(dict.fromkeys(values)))
+        if self.criteria == () or not self.shares:
+            raise InterventionError("nothing to compare: 0 criteria or shares (limit 1). Set `criteria` and `shares`")

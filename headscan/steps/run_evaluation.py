@@ -1,0 +1,294 @@
+"""Evaluation: a baseline and arms answer the same questions.
+
+The same command again resumes: finished arms and stored answers of unfinished arms are skipped.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from math import isnan
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from headscan.ablation.intervention import Intervention
+from headscan.engine.answering import (
+    AnsweringSettings,
+    ArmResponses,
+    BegunArm,
+    RequestChunk,
+    answer_arms,
+    request_chunks,
+)
+from headscan.engine.arms import BASELINE, Arm, check_arms, distinct_arms
+from headscan.engine.bundles import bundle_size, possible_starts
+from headscan.engine.likelihood import joint_prefix_tokens
+from headscan.engine.reading import HALF, choose_reading, need_headscan_kernels, need_whole_inputs
+from headscan.errors import NotFiniteError
+from headscan.runs.model_identity import ModelFacts, fingerprint
+from headscan.runs.progress import at_work
+from headscan.runs.run_context import Run
+from headscan.settings.evaluation_settings import EvaluateConfig
+from headscan.steps.checks import check_eviction, check_generates, check_models, check_next_token_head, check_resampled
+from headscan.steps.plan_arms import window_notes
+from headscan.store.records import ArmState, RunKind, RunRecord
+from headscan.store.store import Store
+from headscan.texts.tasks import Questions, TaskResults
+from headscan.texts.token_requests import LogLikelihood
+from headscan.verdicts.verdict_rows import record_verdicts
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """The kind of run that an evaluation makes. A user's evaluation is an `EVALUATE`. The answers of single heads are
+    a run of the kind ``ablate`` that judges no arm, because the table of heads compares them.
+
+    Attributes:
+        settings: Further JSON settings that identify the run in the store.
+        judges_arms: Report each finished arm, and store its verdict.
+    """
+
+    kind: RunKind = "evaluate"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    judges_arms: bool = True
+
+
+EVALUATE = Purpose()
+
+
+def run_evaluation(
+    config: EvaluateConfig,
+    run: Run,
+    arms: Sequence[Arm],
+    *,
+    questions: Questions | None = None,
+    purpose: Purpose = EVALUATE,
+) -> str:
+    """Run every arm over every question; return the run's id. Arms with a model of their own are answered one model
+    after the other, and the pool of ``run`` is closed before. ``questions`` None makes those of the configuration.
+    """
+    if questions is None:
+        questions = Questions(config.tasks, config.recall, run.identity, config.text)
+    check_next_token_head(run)  # before the run begins; `_answering_settings` checks other models when they are open
+    arms = distinct_arms(arms)
+    models = check_models(arms, run.identity, questions)
+    for note in (*questions.notes, *check_arms(run.facts.grid, arms), *window_notes(arms, questions.requests.values())):
+        run.say(note)
+    check_resampled(arms, questions.requests)
+    check_generates(run.pool, questions.requests)
+    check_eviction(run, arms, questions.requests)
+    interventions = [arm.intervention for arm in arms]
+    rounding = _rounding(run.facts, interventions, in_ranges=run.pool.staged)
+    record = _record(config, rounding, run, questions, purpose)
+    chunks = request_chunks(questions.requests, config.batch_tokens)
+    with run.in_progress(record, arms=[arm.name for arm in arms]) as state:
+        arm_run = ArmRun(run, state.run_id, arms, judges_arms=purpose.judges_arms)
+        unfinished = arm_run.begin()
+        specs = dict.fromkeys(begun.arm.model for begun in unfinished)
+        for spec in sorted(specs, key=lambda spec: spec is not None):  # the model of the baseline is open
+            model_arms = [begun for begun in unfinished if begun.arm.model == spec]
+            with nullcontext(run) if spec is None else run.on(spec, models[spec]) as model_run:
+                settings = _answering_settings(model_run, len(model_arms), config, questions, interventions)
+                arm_run.answer(model_run, model_arms, questions, chunks, settings)
+        arm_run.finish()
+    return state.run_id
+
+
+class ArmQuestions(Protocol):
+    """Questions that all arms of a run answer: `Questions` of tasks and recall, or `LabelledQuestions`. Methods take
+    responses and ablated shares by the request's hash.
+    """
+
+    def grade(self, responses: Mapping[str, LogLikelihood | str]) -> TaskResults:
+        """Return the answers of one arm, and its results."""
+
+    def ablated_share(self, shares: Mapping[str, float]) -> float:
+        """Return the share of heads that one arm ablated, 0 to 1."""
+
+
+def _answering_settings(
+    run: Run, arm_count: int, config: EvaluateConfig, questions: Questions, interventions: Sequence[Intervention | None]
+) -> AnsweringSettings:
+    """Return how the model of ``run`` answers its ``arm_count`` unfinished arms. ``interventions`` are those of all
+    arms of the evaluation, which must round alike.
+    """
+    pool, facts = run.pool, run.facts
+    check_next_token_head(run)
+    check_generates(pool, questions.requests)
+    share_prefixes = False if pool.staged else config.share_prefixes
+    reading = choose_reading(pool, facts.dtype, run.identity.rope_lengths, interventions, share_prefixes, run.say)
+    # Passes in headscan's attention kernels start from token ids, never from a layer of the baseline's pass.
+    if arm_count > 1 and not (pool.staged or reading.headscan_kernels):
+        reading = replace(reading, starts=pool.one(possible_starts, interventions))
+    prefix_tokens = max(questions.longest_input(), joint_prefix_tokens(facts.device.split(":")[0]))
+    size = bundle_size(facts.caches if reading.share_prefixes else {}, prefix_tokens)
+    return AnsweringSettings(config.batch_tokens, reading, size)
+
+
+@dataclass(frozen=True)
+class ArmRun:
+    """The arms of a run that has begun: begun together, answered model by model, and finished together.
+
+    Attributes:
+        judges_arms: Report each finished arm, and store its verdict at the end.
+        failed: Names of the arms with NaN log-likelihoods.
+    """
+
+    run: Run
+    run_id: str
+    arms: Sequence[Arm]
+    judges_arms: bool
+    failed: list[str] = field(default_factory=list)
+
+    def begin(self) -> list[BegunArm]:
+        """Store the arms, and return those that are not finished."""
+        with self.run.store.one_transaction():
+            states = [_begin_arm(self.run.store, self.run_id, arm) for arm in self.arms]
+        unfinished: list[BegunArm] = []
+        for arm, state in zip(self.arms, states, strict=True):
+            if not state.finished:
+                unfinished.append(BegunArm(arm, state.arm_id))
+            elif self.judges_arms:
+                self.run.say(f"{arm.name}: finished before")
+        return unfinished
+
+    def answer(
+        self,
+        model_run: Run,
+        model_arms: Sequence[BegunArm],
+        questions: ArmQuestions,
+        chunks: Sequence[RequestChunk],
+        settings: AnsweringSettings,
+    ) -> None:
+        """Answer all questions with the arms of one model, that of ``model_run``, and finish each arm. ``chunks`` hold
+        the requests of the questions.
+        """
+        store, title = self.run.store, f"{len(model_arms)} arm{'s' * (len(model_arms) > 1)}"
+        for arm_responses in answer_arms(store, model_run.pool, model_arms, chunks, settings, title=title):
+            arm_name = arm_responses.arm.name
+            try:
+                line = _finish_arm(store, questions, model_run.facts, arm_responses)
+                if self.judges_arms:
+                    self.run.say(line)
+            except NotFiniteError as problem:
+                self.failed.append(arm_name)
+                self.run.say(f"{arm_name}: {problem}")
+
+    def finish(self) -> None:
+        """Store the verdicts of the answered arms, and finish the run. Raise NotFiniteError if arms failed."""
+        if self.judges_arms and BASELINE.name not in self.failed:  # every verdict is a comparison with the baseline
+            with at_work("verdicts"):
+                record_verdicts(self.run.store, self.run_id)
+        self.run.store.finish_run(self.run_id, status="failed" if self.failed else "finished")
+        if self.failed:
+            raise NotFiniteError(
+                f"{len(self.failed)} of {len(self.arms)} arms have NaN log-likelihoods and no result: "
+                f"{', '.join(self.failed)}. Load the model in another `dtype`"
+            )
+
+
+def _rounding(facts: ModelFacts, interventions: Sequence[Intervention | None], *, in_ranges: bool) -> str:
+    """Return a description of the rounding of answers; only arms with the same rounding are compared. In half precision
+    it depends on the device's kernels and on whether the model runs in ranges of layers, which read every prompt whole.
+    """
+    if facts.dtype not in HALF:
+        return "plain"
+    kernels = "of rules" if need_headscan_kernels(facts.dtype, interventions) else "plain"
+    rounding = [kernels, torch.device(facts.device).type]
+    if need_whole_inputs(facts.dtype, interventions):
+        rounding.append("whole inputs")
+    if in_ranges:
+        rounding.append("in ranges")
+    return ", ".join(rounding)
+
+
+def _record(config: EvaluateConfig, rounding: str, run: Run, questions: Questions, purpose: Purpose) -> RunRecord:
+    settings: dict[str, Any] = {
+        **{name: value for name, value in asdict(config.tasks).items() if name not in ("names", "include_path")},
+        "fewshot_as_multiturn": config.tasks.multiturn,
+        "tasks": config.tasks.names,
+        "recall": None if config.recall is None else config.recall.settings(),
+        "batch_tokens": config.batch_tokens,
+        "share_prefixes": config.share_prefixes,
+        "rounding": rounding,
+        **purpose.settings,
+    }
+    if config.text is not None:
+        settings["text"] = config.text.settings()
+    identifying = {
+        "model": run.identity.fingerprint(),
+        "dtype": config.model.dtype,
+        "questions": questions.fingerprint(),
+        **settings,
+    }
+    return run.record(
+        purpose.kind,
+        fingerprint(identifying),
+        config=settings
+        | {"dtype": config.model.dtype, "groups": questions.tasks.groups, "requests": len(questions.requests)},
+        bos_policy=config.tasks.bos,
+        corpus=",".join(config.tasks.names) or (None if config.text is None else config.text.corpus),
+        corpus_hash=fingerprint(questions.fingerprint()),
+    )
+
+
+def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
+    mask_id = None
+    site, heads = arm.stored_mask
+    if heads:
+        mask_id = store.add_mask(
+            f"{run_id}: {arm.name}",
+            heads,
+            site=site,
+            run_id=arm.ranking_run,
+            criterion=arm.criterion,
+            share=arm.share,
+            config={"heads": [list(head) for head in heads]},
+        )
+    return store.begin_arm(arm.record(run_id, mask_id))
+
+
+def _finish_arm(store: Store, questions: ArmQuestions, facts: ModelFacts, arm_responses: ArmResponses) -> str:
+    """Grade and store an arm, and return a line about it; raise NotFiniteError if a log-likelihood is NaN."""
+    arm, responses = arm_responses.arm, arm_responses.responses
+    nan_responses = sum(
+        isinstance(response, LogLikelihood) and isnan(response.log_likelihood) for response in responses.values()
+    )
+    if nan_responses:
+        raise NotFiniteError(f"{nan_responses} of {len(responses)} log-likelihoods are NaN, so the arm has no result")
+    graded = questions.grade(responses)
+    if arm.removed:
+        share = len(arm.removed) / (facts.grid.total_heads + len(arm.removed))
+    else:
+        share = questions.ablated_share(arm_responses.ablated_shares)
+    store.finish_arm(arm_responses.arm_id, graded.answers, results=graded.results, ablated_share=share)
+    return f"{arm.name}: {', '.join(_figures(arm, graded, share))}"
+
+
+def _figures(arm: Arm, graded: TaskResults, share: float) -> list[str]:
+    """Return the figures of a finished arm: accuracies, results of tasks without right answers, and the ablated or
+    removed ``share`` of heads.
+    """
+    correct_by_family: dict[str, list[float]] = defaultdict(list)
+    graded_tasks: set[str] = set()
+    answers = graded.answers.select(["task", "recall", "correct"]).to_pydict()
+    for task, is_recall, correct in zip(*answers.values(), strict=True):
+        if correct is not None:
+            graded_tasks.add(task)
+            correct_by_family[task.partition("@")[0] if is_recall else ""].append(correct)
+    figures = []
+    for family, values in sorted(correct_by_family.items()):
+        name = family or f"accuracy on {len(values)} questions"
+        figures.append(f"{name} {np.mean(values):.2%}")
+    for row in graded.results.to_pylist():
+        if row["task"] not in graded_tasks and not row["is_group"] and row["value"] is not None:
+            figures.append(f"{row['task']} {row['metric']} {row['value']:.4g}")
+    if arm.kind.ablates:
+        figures.append(f"{share:.1%} of heads ablated")
+    elif arm.removed:
+        figures.append(f"{share:.1%} of heads removed")
+    return figures

@@ -1,0 +1,383 @@
+"""A study: one command that finds how many heads can go and how much cache can go, and leaves the files.
+
+Scan, probe, importance, the choice of a criterion, plans, pruned models, and a judgement from small to large shares
+that stops at the first failure (`ordered_shares`). What decides (criterion, order, number of questions) is fixed before
+the judging questions are read. The same call resumes; every step is a run in the store.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from headscan.engine.arms import BASELINE, Arm
+from headscan.plans import HeadPlan, WindowShare, load_plan
+from headscan.report.write_report import write_report
+from headscan.runs.head_orders import head_order, run_kind
+from headscan.runs.progress import time_text
+from headscan.runs.run_context import Run
+from headscan.settings.corpus_settings import SHORTEST
+from headscan.settings.evaluation_settings import EvaluateConfig, RecallQuestions, TaskConfig
+from headscan.settings.measure_settings import ImportanceConfig, ProbeConfig, ScanConfig
+from headscan.settings.saving_settings import PlanConfig, PruneTexts, RecallPrompts
+from headscan.steps.prune.prune_config import PruneConfig
+from headscan.steps.prune.pruned_arms import BuiltModel
+from headscan.steps.prune.pruning_units import ShareBudget
+from headscan.steps.prune.run_prune import run_prune
+from headscan.steps.prune.work_folder import delivered_model
+from headscan.steps.run_evaluation import run_evaluation
+from headscan.steps.run_importance import run_importance
+from headscan.steps.run_plan import measured_plans
+from headscan.steps.run_probe import run_probe
+from headscan.steps.run_scan import run_scan
+from headscan.store.output_files import write_text
+from headscan.store.verdict_limits import MIN_TEXTS_IN_LIMIT
+from headscan.study.question_costs import limit_per_task, question_costs, repair_texts
+from headscan.study.study_answer import Saving, SavingKind, StudyAnswer
+from headscan.study.study_candidates import Candidates, ablations, best_criterion, caches, mask_arms, removals
+from headscan.study.study_config import (
+    FEWEST_STUDY_TEXTS,
+    LONGEST_STUDY_TEXT,
+    StudyConfig,
+    StudyError,
+    resumed,
+    write_study,
+)
+from headscan.study.study_texts import StudyTexts, split_texts
+from headscan.study.study_time import TimedPass, decided, measures_recall, time_pass
+from headscan.texts import TokenConfig
+from headscan.texts.continuation_task import CONTINUATION, write_task
+from headscan.texts.held_out_text import HeldOutText, chunks
+from headscan.texts.sequences import read_spread
+from headscan.verdicts.metrics import Increase, exceeds
+from headscan.verdicts.ordered_shares import Outcome, ShareVerdict, judge_shares, read_losses
+
+
+def run_study(config: StudyConfig, run: Run) -> StudyAnswer:
+    """Find the largest safe shares, and write the answers, the files and the report into a folder, which has the store
+    of ``run``. Its model is held whole in this process.
+    """
+    return _Study.begin(config, run).answer()
+
+
+def _check_model(file: Path, run: Run) -> None:
+    """Raise StudyError if the plans and pruned models of a folder are of another model, whose hashes ``file`` holds."""
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if differing := [name for name, value in run.identity.fingerprint().items() if known.get(name) != value]:
+        raise StudyError(
+            f"{file.parent} holds a study of another model ({', '.join(differing)} differ). Choose another folder as"
+            " `out`"
+        )
+
+
+@dataclass(frozen=True)
+class _Study:
+    """A study in progress; ``config`` has no open decisions."""
+
+    config: StudyConfig
+    run: Run
+    texts: StudyTexts
+    tokens: int
+    started: float
+
+    @classmethod
+    def begin(cls, config: StudyConfig, run: Run) -> _Study:
+        """Split the texts, time a pass and decide what the settings leave open."""
+        started = time.monotonic()
+        record = Path(config.out) / "study.yaml"
+        known = resumed(record, config)
+        settings, model = known or config, Path(config.out) / "model.json"
+        if known is not None:
+            _check_model(model, run)
+        texts = split_texts(settings.corpus, Path(config.out) / "texts", settings.judge)
+        limit = run.identity.max_tokens
+        tokens = config.max_tokens or min(limit or LONGEST_STUDY_TEXT, LONGEST_STUDY_TEXT)
+        if limit is not None and tokens > limit:
+            raise StudyError(f"`max_tokens={tokens}` (limit {limit} positions of the model). Lower `max_tokens`")
+        if known is None:
+            speed = run.pool.one(time_pass, TimedPass(max(1, min(4, 2048 // tokens)), tokens))
+            open_config = replace(config, max_tokens=tokens)
+            known = decided(open_config, speed, question_costs(open_config, run, texts), run.say)
+            write_text(model, json.dumps(run.identity.fingerprint()))
+            write_study(record, known)
+        else:
+            run.say(
+                f"{record}: resuming with {known.questions:,} questions and"
+                f" {known.recall_questions} of each recall task"
+            )
+        if (blocks := len(texts.judged_files)) < MIN_TEXTS_IN_LIMIT:
+            run.say(
+                f"the texts that judge are of {blocks} documents or blocks of 20,000 characters (limit"
+                f" {MIN_TEXTS_IN_LIMIT}): no share can be shown to be safe. Give more text"
+            )
+        return cls(known, run, texts, tokens, started)
+
+    # The steps.
+
+    def answer(self) -> StudyAnswer:
+        """Run every step and write the answers."""
+        scan_run = self._scan_run
+        candidates = self._candidates()
+        losses = self._losses([arm for each in candidates for arm in each.arms])
+        run_id, judged = self._judged(candidates, losses)
+        savings = tuple(each.saving_of(judged[each.kind]) for each in candidates)
+        report = self._report(scan_run, run_id, losses, savings)
+        grid = self.run.facts.grid
+        answer = StudyAnswer(
+            model=self.run.identity.name,
+            corpus=self.config.corpus.name,
+            layers=grid.num_layers,
+            heads=grid.total_heads,
+            questions=self._questions(run_id),
+            texts=len(self._judged_text.chunks),
+            tokens=self.tokens,
+            max_loss=self.config.max_loss,
+            savings=savings,
+            losses=losses,
+            report=str(report),
+            store=str(self.run.store.path),
+            seconds=time.monotonic() - self.started,
+        )
+        answer.save(Path(self.config.out) / "answers.json")
+        return answer
+
+    @cached_property
+    def _scan_run(self) -> str:
+        """Scan and probe; returns the scan's id."""
+        config, tokens = self.config, self._measured_tokens
+        self._begin_step("1. scan: every head on the measuring texts")
+        shard = max(1, self._sequences // 8)
+        scanning = ScanConfig(
+            config.model, self.texts.measure, tokens, shard_size=shard, batch_tokens=config.batch_tokens
+        )
+        run_id = run_scan(scanning, self.run).run_id
+        self._begin_step("2. probe: induction, previous-token and retrieval heads")
+        run_probe(ProbeConfig(config.model, corpus=self.texts.measure, batch_tokens=config.batch_tokens), self.run)
+        return run_id
+
+    @cached_property
+    def _importance_run(self) -> str:
+        """Importance on the measuring texts, and on recall prompts if a criterion needs them; returns the run's id."""
+        measuring = ImportanceConfig(
+            self.config.model,
+            self.texts.measure,
+            self._measured_tokens,
+            shard_size=max(1, self._sequences // 8),
+            batch_tokens=self.config.batch_tokens,
+            recall_prompts=self.config.recall_prompts if measures_recall(self.config) else 0,
+        )
+        return run_importance(measuring, self.run).run_id
+
+    def _order(self, criterion: str) -> list[tuple[int, int]]:
+        """Return all heads, the most removable first."""
+        run_id = self._scan_run if run_kind(criterion) == "scan" else self._importance_run
+        return [(head.layer, head.head) for head in head_order(self.run.store, run_id, criterion)]
+
+    def _candidates(self) -> list[Candidates]:
+        """Return the candidates of every kind that the settings and the hours allow."""
+        config, found, criterion = self.config, list[Candidates](), ""
+        if config.shares:
+            masks, criterion = self._masks()
+            heads = self.run.facts.grid.total_heads
+            found.append(ablations(masks, criterion, heads, Path(config.out) / "heads.json"))
+        if config.window_shares and self._has_time("the plans"):
+            found.append(caches(self._plans(), self.tokens, self._plan_file))
+        if config.prune_shares and self._has_time("the pruned models"):
+            found.append(removals(self._pruned(criterion), config.model, self.run))
+        if not found:
+            raise StudyError(
+                f"`hours={config.hours:g}` were used up before anything could be tried. Run the same command again"
+            )
+        return found
+
+    def _masks(self) -> tuple[list[Arm], str]:
+        """Return the arms of the best criterion, from small to large, and its name."""
+        self._begin_step("3. importance, criterion: which score ranks the heads, on texts that judge nothing")
+        config = self.config
+        arms = {name: mask_arms(name, self._order(name), config.shares or ()) for name in config.ranking}
+        if len(arms) == 1:
+            return arms[config.ranking[0]], config.ranking[0]
+        text = self._read_text(self.texts.choose, max(FEWEST_STUDY_TEXTS, self._judged_texts // 2), "choose")
+        recall_plan = self._recall(config.recall_prompts, seed=1)
+        choosing = EvaluateConfig(config.model, TaskConfig(), recall_plan, config.batch_tokens, text=text)
+        run_id = self._evaluate(choosing, [arm for of_one in arms.values() for arm in of_one])
+        best = best_criterion(self.run, run_id, arms, config.max_loss)
+        return arms[best], best
+
+    def _plans(self) -> list[HeadPlan]:
+        """Return the plans, smallest share first; those on disk stay."""
+        config, folder = self.config, Path(self.config.out) / "plans"
+        files = {share: folder / f"{share:g}.json" for share in config.window_shares or ()}
+        if any(not file.exists() for file in files.values()):
+            self._begin_step("4. plans: which KV heads need the whole cache")
+            measuring = PlanConfig(
+                config.model,
+                self.texts.measure,
+                recents=(config.recent or max(8, self.tokens // 8 - 4),),
+                max_tokens=self.tokens,
+                sequences=self._sequences,
+                recall_prompts=config.recall_prompts,
+                confirm=bool(config.search),
+                batch_tokens=config.batch_tokens,
+            )
+            budgets = [WindowShare(share) for share in files]
+            made = measured_plans(measuring, self.run, budgets)
+            for plan, file in zip(made, files.values(), strict=True):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                plan.save(file)
+        return [load_plan(file) for file in files.values()]
+
+    def _pruned(self, criterion: str) -> list[BuiltModel]:
+        """Return the pruned models, smallest share first; those on disk stay."""
+        config, out = self.config, Path(self.config.out) / "pruned"
+        method = "damage" if config.prune_by == "damage" else criterion
+        repairing = max(self._sequences, repair_texts(self.run, self.tokens))
+        pruning = PruneConfig(
+            EvaluateConfig(config.model, TaskConfig(), None, config.batch_tokens),
+            out,
+            budgets=tuple(ShareBudget(share) for share in config.prune_shares or ()),
+            methods=(method,),
+            orders={} if method == "damage" else {method: self._order(method)},
+            texts=PruneTexts(self.texts.measure, self.texts.choose, 2 * repairing, self.tokens),
+            recall_prompts=RecallPrompts(prompts=2 * config.recall_prompts, max_tokens=self._recall_tokens),
+            controls=0,
+            timing=None,
+            skip_verdict=True,
+        )
+        known = [delivered_model(folder) for folder in pruning.folders]
+        if all(known):
+            return [each for each in known if each is not None]
+        self._begin_step(f"5. pruning: heads chosen by {method}, projections repaired")
+        return list(run_prune(pruning, self.run).models)
+
+    def _losses(self, arms: list[Arm]) -> dict[str, Increase]:
+        """Return the increases of the judged loss by arm name, widened for the kinds of savings."""
+        self._begin_step("6. held-out loss of every candidate")
+        reading = EvaluateConfig(
+            self.config.model, TaskConfig(), None, self.config.batch_tokens, text=self._judged_text
+        )
+        return read_losses(self.run.store, self._evaluate(reading, arms), comparisons=self.config.kind_count)
+
+    def _judged(
+        self, candidates: Sequence[Candidates], losses: dict[str, Increase]
+    ) -> tuple[str, dict[SavingKind, list[ShareVerdict]]]:
+        """Ask the questions from small to large shares; each kind ends with its first failure. Return the run's id and
+        the verdicts of every kind, of which each has at least one.
+        """
+        config = self.config
+        self._begin_step("7. questions, from small to large shares; the first failure ends each kind")
+        judged: dict[SavingKind, list[ShareVerdict]] = {}
+        tried = {each.kind: each for each in candidates}
+        live = dict.fromkeys(tried, 0)
+        while live:
+            # The arms of one round share the work of the baseline.
+            asked = [tried[kind].arms[number] for kind, number in live.items()]
+            run_id = self._evaluate(self._judging, [a for a in asked if not exceeds(losses[a.name], config.max_loss)])
+            for kind, number in list(live.items()):
+                shares = tried[kind].saving.tried
+                judged[kind] = judge_shares(
+                    self.run.store, run_id, shares, losses, max_loss=config.max_loss, comparisons=config.kind_count
+                )
+                last = judged[kind][-1]
+                self.run.say(f"{kind.name}, {last.share:.1%}: {last.label}{f' ({last.why})' if last.why else ''}")
+                live[kind] = number + 1
+                if last.outcome is not Outcome.SAFE or number + 1 == len(shares):
+                    del live[kind]
+            if live and not self._has_time("larger shares"):
+                break
+        return run_id, judged
+
+    def _report(self, scan_run: str, run_id: str, losses: Mapping[str, Increase], savings: Sequence[Saving]) -> Path:
+        plan = load_plan(self._plan_file) if self._plan_file.exists() else None
+        finished = self._count("SELECT count(*) FROM arms WHERE run_id = ? AND status = 'finished'", run_id)
+        return write_report(
+            self.run.store,
+            Path(self.config.out) / "report.html",
+            scan_run=scan_run,
+            evaluate_run=run_id if finished > 1 else None,
+            plan=plan,
+            plan_file=None if plan is None else self._plan_file,
+            max_loss=self.config.max_loss,
+            losses=losses,
+            comparisons=self.config.kind_count,
+            answers=[saving.card() for saving in savings],
+        )
+
+    # What the steps share.
+
+    def _begin_step(self, title: str) -> None:
+        self.run.say(f"\n{title} ({time_text(time.monotonic() - self.started)} so far)")
+
+    def _has_time(self, step: str) -> bool:
+        """Return False, and report that a step is left out, if the hours of this call are used up."""
+        if time.monotonic() - self.started <= 3600 * self.config.hours:
+            return True
+        self.run.say(f"the {self.config.hours:g} hours are used up; {step} are left out. The same command continues")
+        return False
+
+    @property
+    def _sequences(self) -> int:
+        assert self.config.sequences is not None
+        return self.config.sequences
+
+    @property
+    def _judged_texts(self) -> int:
+        assert self.config.judged_texts is not None
+        return self.config.judged_texts
+
+    @property
+    def _measured_tokens(self) -> TokenConfig:
+        return TokenConfig(self.tokens, mode="chunk", min_tokens=SHORTEST, limit_sequences=self._sequences)
+
+    @property
+    def _recall_tokens(self) -> int:
+        return self.tokens - 1
+
+    @property
+    def _plan_file(self) -> Path:
+        return Path(self.config.out) / "head_plan.json"
+
+    @cached_property
+    def _judged_text(self) -> HeldOutText:
+        return self._read_text(self.texts.judge, self._judged_texts, "judge")
+
+    @cached_property
+    def _judging(self) -> EvaluateConfig:
+        config = self.config
+        assert config.questions is not None
+        tasks = config.tasks
+        if tasks is None:
+            folder = write_task(Path(config.out) / "task", self.texts.judged_files, config.questions, name=CONTINUATION)
+            tasks = TaskConfig((CONTINUATION,), include_path=str(folder))
+        elif tasks.limit is None:
+            tasks = replace(tasks, limit=limit_per_task(tasks, config.questions))
+        assert config.recall_questions is not None
+        recall = self._recall(config.recall_questions, seed=0)
+        return EvaluateConfig(config.model, tasks, recall, config.batch_tokens)
+
+    def _recall(self, questions: int, seed: int) -> RecallQuestions | None:
+        return RecallQuestions(lengths=(self._recall_tokens,), questions=questions, seed=seed) if questions else None
+
+    def _read_text(self, corpus: Any, count: int, name: str) -> HeldOutText:
+        tokenizer = self.run.identity.tokenizer
+        texts = read_spread(corpus, tokenizer, self.tokens, count, shortest=SHORTEST)
+        return HeldOutText(f"texts that {name}", chunks(tokenizer, texts, whole=True))
+
+    def _evaluate(self, config: EvaluateConfig, arms: list[Arm]) -> str:
+        return run_evaluation(config, self.run, [BASELINE, *arms])
+
+    def _questions(self, run_id: str) -> int:
+        """Return the number of benchmark questions with a right answer that the baseline answered."""
+        return self._count(
+            "SELECT count(correct) FROM answers JOIN arms USING (arm_id)"
+            " WHERE run_id = ? AND kind = 'baseline' AND NOT recall",
+            run_id,
+        )
+
+    def _count(self, sql: str, run_id: str) -> int:
+        return int(self.run.store.query(sql, [run_id])[0][0].as_py())

@@ -1,0 +1,214 @@
+"""The answers of a study: largest safe savings, all shares that were tried, and the files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headscan.catalog import RECALL_FAMILIES, head_count
+from headscan.report.ablation_costs import ABLATION
+from headscan.report.answers import ABLATED_QUESTION, CACHE_QUESTION, REMOVED_QUESTION, ReportAnswer
+from headscan.report.saving_costs import CACHE, REMOVAL
+from headscan.runs.progress import time_text
+from headscan.store.output_files import write_text
+from headscan.store.verdict_limits import limits_words
+from headscan.text_tables import html_text, plain, text_table
+from headscan.verdicts.decision import TOO_FEW_QUESTIONS, TOO_FEW_TEXTS, Outcome
+from headscan.verdicts.metrics import Increase, exceeds
+from headscan.verdicts.ordered_shares import ShareVerdict, largest_safe
+
+
+@dataclass(frozen=True)
+class SavingKind:
+    """A kind of saving: its name in tables and files, its question and section of the report, and what is counted."""
+
+    name: str
+    question: str
+    section: str
+    unit: str
+
+
+ABLATED = SavingKind("heads ablated", ABLATED_QUESTION, ABLATION, "heads")
+CACHED = SavingKind("KV cache", CACHE_QUESTION, CACHE, "KV heads windowed")
+REMOVED = SavingKind("heads removed", REMOVED_QUESTION, REMOVAL, "heads")
+
+
+@dataclass(frozen=True)
+class Saving:
+    """One kind of saving, with its shares from small to large.
+
+    Attributes:
+        judged: Verdicts on shares; the last one may have failed.
+        tried: Names of all arms with their shares.
+        units: Heads or KV heads of the model.
+        criterion: Score that ranks the heads; empty for other kinds.
+        cache_saved: Share of the KV cache that each arm saves, 0 to 1.
+        weights_saved: Share of the weights that each arm saves, 0 to 1.
+        length: Tokens at which the cache is counted; 0 if the share does not depend on them.
+        file: File or folder of the largest safe share; empty without one.
+    """
+
+    kind: SavingKind
+    judged: tuple[ShareVerdict, ...]
+    tried: tuple[tuple[str, float], ...]
+    units: int = 0
+    criterion: str = ""
+    cache_saved: Mapping[str, float] = field(default_factory=dict)
+    weights_saved: Mapping[str, float] = field(default_factory=dict)
+    length: int = 0
+    file: str = ""
+
+    @property
+    def safe(self) -> ShareVerdict | None:
+        """The largest safe share; None if none is shown to be safe."""
+        return largest_safe(self.judged)
+
+    def answer(self) -> str:
+        """Return the largest safe share in words."""
+        if self.safe is None:
+            return "none shown to be safe"
+        parts = [self._size(self.safe)]
+        if self.safe.recall_unknown:
+            parts.append(self.safe.recall_unknown)
+        if self.safe.name in self.cache_saved:
+            at = f" at {self.length:,} tokens" if self.length else ""
+            parts.append(f"{self.cache_saved[self.safe.name]:.1%} less cache{at}")
+        if self.safe.name in self.weights_saved:
+            parts.append(f"{self.weights_saved[self.safe.name]:.1%} fewer weights")
+        return ", ".join(parts)
+
+    def next(self) -> str:
+        """Return the first share that is not safe, with its verdict as the table shows it, and why."""
+        failed = next((each for each in self.judged if each.outcome is not Outcome.SAFE), None)
+        if failed is None:
+            rest = len(self.tried) - len(self.judged)
+            return f"{rest} larger not asked" if rest else "all tried shares are safe"
+        why = f"loses {failed.why}" if failed.outcome is Outcome.LOSES else f"{failed.label}: {failed.why}"
+        return f"{100 * failed.share:.3g}% {why}"
+
+    def card(self) -> ReportAnswer:
+        """Return the answer as the report shows it."""
+        question, link = self.kind.question, self.kind.section
+        shown = self.safe or next(iter(self.judged), None)
+        numbers = "" if shown is None else f" At {100 * shown.share:.3g}%: {_numbers(shown)}."
+        if self.safe is not None:
+            detail = f"{self.answer()}.{numbers} Next: {self.next()}."
+            headline = f"{self.safe.share:.1%} is {self.safe.label}"
+            return ReportAnswer(question, headline, detail, "open" if self.safe.recall_unknown else "known", link)
+        headline = "None shown to be safe"
+        if shown is not None and shown.label in (TOO_FEW_QUESTIONS, TOO_FEW_TEXTS):
+            headline = shown.label.capitalize()
+        following = self.next()
+        return ReportAnswer(question, headline, f"{following[0].upper()}{following[1:]}.{numbers}", "open", link)
+
+    def _size(self, share: ShareVerdict) -> str:
+        by = f" by {self.criterion}" if self.criterion else ""
+        return f"{head_count(share.share, self.units)} of {self.units} {self.kind.unit} ({share.share:.1%}){by}"
+
+
+def _numbers(share: ShareVerdict) -> str:
+    """Return the changes of accuracy, loss and recall at a share, in words."""
+    parts = [f"loss {share.loss.numbers()} nats per token"] if share.loss is not None else []
+    if share.accuracy is not None:
+        parts.append(f"accuracy {share.accuracy.interval.words(1)} points on {share.accuracy.questions:,} questions")
+    parts += [f"{RECALL_FAMILIES[each.family].heading} {each.numbers()}" for each in share.recall]
+    return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class StudyAnswer:
+    """The answers of a study.
+
+    Attributes:
+        questions: Benchmark questions that judge.
+        texts: Texts whose loss is judged.
+        tokens: Length of the texts and of the recall questions.
+        losses: Increase of the held-out loss by arm, with intervals widened for the kinds of savings.
+        seconds: Time of this call.
+    """
+
+    model: str
+    corpus: str
+    layers: int
+    heads: int
+    questions: int
+    texts: int
+    tokens: int
+    max_loss: float
+    savings: tuple[Saving, ...]
+    losses: Mapping[str, Increase]
+    report: str
+    store: str
+    seconds: float
+
+    def __str__(self) -> str:
+        """Return the answers as two tables: savings, then every judged share."""
+        head = (
+            f"{self.model} on {self.corpus}: {self.layers} layers, {self.heads} heads, judged on {self.questions:,}"
+            f" questions and {self.texts} texts of up to {self.tokens:,} tokens, in {time_text(self.seconds)}"
+        )
+        savings = [
+            {
+                "saving": each.kind.name,
+                "largest safe": each.answer(),
+                "next larger share": each.next(),
+                "file": each.file,
+            }
+            for each in self.savings
+        ]
+        several = len(self.savings) > 1
+        limits = limits_words(self.max_loss)
+        limits += f". Intervals hold for all {len(self.savings)} savings together" * several
+        return "\n\n".join(
+            [
+                head,
+                text_table(savings),
+                text_table(self._share_rows()),
+                limits,
+                f"report  {self.report}\nstore   {self.store}",
+            ]
+        )
+
+    def _repr_html_(self) -> str:
+        return html_text(str(self))
+
+    def save(self, path: Path) -> None:
+        """Write the answers as JSON."""
+        write_text(path, json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the answers as JSON can hold them."""
+        fields = asdict(self)
+        for saving, row in zip(self.savings, fields["savings"], strict=True):
+            safe = None if saving.safe is None else saving.safe.share
+            row |= {"kind": saving.kind.name, "answer": saving.answer(), "safe": safe}
+        whole: dict[str, Any] = plain(fields)
+        return whole
+
+    def _share_rows(self) -> list[dict[str, str]]:
+        rows = []
+        for saving in self.savings:
+            judged = {each.name: each for each in saving.judged}
+            for name, share in saving.tried:
+                verdict = judged.get(name)
+                paired = None if verdict is None else verdict.accuracy
+                recall = {} if verdict is None else {each.family: each.numbers() for each in verdict.recall}
+                rows.append(
+                    {
+                        "arm": f"{saving.kind.name} {100 * share:.3g}%",
+                        "heads": f"{head_count(share, saving.units)}",
+                        "accuracy": "" if paired is None else paired.interval.words(1),
+                        "loss": self.losses[name].numbers(),
+                        **{each.heading: recall.get(name, "") for name, each in RECALL_FAMILIES.items()},
+                        "verdict": self._outcome(verdict, name),
+                    }
+                )
+        return rows
+
+    def _outcome(self, verdict: ShareVerdict | None, name: str) -> str:
+        if verdict is not None:
+            return verdict.label
+        return f"{Outcome.LOSES} (loss)" if exceeds(self.losses[name], self.max_loss) else "not asked"

@@ -1,0 +1,129 @@
+"""The arms of each kind of saving that a study judges, and the choice of the criterion that ranks ablated heads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headscan.ablation.masks import HeadMask
+from headscan.catalog import head_count
+from headscan.engine.arms import Arm
+from headscan.model_spec import ModelSpec
+from headscan.plans import HeadPlan, planned_bytes
+from headscan.runs.run_context import Run
+from headscan.steps.plan_arms import plan_arms
+from headscan.steps.prune.pruned_arms import BuiltModel, pruned_arm
+from headscan.store.output_files import write_text
+from headscan.store.records import ArmKind
+from headscan.store.verdict_limits import MIN_RETAINED
+from headscan.study.study_answer import ABLATED, CACHED, REMOVED, Saving, SavingKind
+from headscan.verdicts.judge import judge
+from headscan.verdicts.ordered_shares import ShareVerdict, read_losses
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The arms of one kind of saving, from small to large.
+
+    Attributes:
+        saving: What is known of them before they are judged.
+        write: Returns the file of one of them by its number; the largest safe one is asked for.
+    """
+
+    arms: list[Arm]
+    saving: Saving
+    write: Callable[[int], str]
+
+    @property
+    def kind(self) -> SavingKind:
+        return self.saving.kind
+
+    def saving_of(self, verdicts: Sequence[ShareVerdict]) -> Saving:
+        """Return the saving with its verdicts, and with the file of the largest safe share, if there is one."""
+        saving = replace(self.saving, judged=tuple(verdicts))
+        if saving.safe is None:
+            return saving
+        return replace(saving, file=self.write([arm.name for arm in self.arms].index(saving.safe.name)))
+
+
+def ablations(masks: list[Arm], criterion: str, heads: int, file: Path) -> Candidates:
+    """Return candidates that ablate heads of a model with ``heads`` heads."""
+    saving = Saving(ABLATED, (), _tried(masks), units=heads, criterion=criterion)
+    return Candidates(masks, saving, lambda number: write_heads(masks[number], file))
+
+
+def caches(plans: Sequence[HeadPlan], tokens: int, file: Path) -> Candidates:
+    """Return candidates that keep less cache, which is counted at ``tokens`` tokens."""
+    arms = [plan_arms(plan, ("forward",), 0)[0] for plan in plans]
+    layers = plans[0].model.layers
+    saved = [1 - planned_bytes(plan, tokens) / plan.model.cache_bytes(tokens, plan.block) for plan in plans]
+    saving = Saving(
+        CACHED,
+        (),
+        _tried(arms),
+        units=sum(layer.num_key_value_heads for layer in layers),
+        length=tokens,
+        cache_saved={arm.name: share for arm, share in zip(arms, saved, strict=True)},
+    )
+    return Candidates(arms, saving, lambda number: str(plans[number].save(file)))
+
+
+def removals(built: Sequence[BuiltModel], model: ModelSpec, run: Run) -> Candidates:
+    """Return candidates that are pruned models of ``model``."""
+    arms = [pruned_arm(each, model, run.identity) for each in built]
+    costs = {arm.name: each.costs for arm, each in zip(arms, built, strict=True)}
+    saving = Saving(
+        REMOVED,
+        (),
+        _tried(arms),
+        units=run.facts.grid.total_heads,
+        cache_saved={name: 1 - cost.cache_left for name, cost in costs.items() if cost.cache_left is not None},
+        weights_saved={name: 1 - cost.weights_left for name, cost in costs.items()},
+    )
+    return Candidates(arms, saving, lambda number: str(built[number].folder))
+
+
+def write_heads(arm: Arm, file: Path) -> str:
+    """Write the ablated heads as a list that `headscan prune --import-heads` reads, and return its path."""
+    assert isinstance(arm.intervention, HeadMask)
+    write_text(file, json.dumps([list(head) for head in arm.intervention.heads]) + "\n")
+    return str(file)
+
+
+def mask_arms(criterion: str, order: Sequence[tuple[int, int]], shares: Sequence[float]) -> list[Arm]:
+    """Return an arm for each share, which ablates the first heads of an order by a criterion."""
+    arms = []
+    for share in shares:
+        name, heads = f"mask {criterion} {100 * share:g}% of study", HeadMask(order[: head_count(share, len(order))])
+        arms.append(Arm(name, ArmKind.MASK, heads, criterion, share, selection="study"))
+    return arms
+
+
+def best_criterion(run: Run, run_id: str, arms: Mapping[str, list[Arm]], max_loss: float) -> str:
+    """Return the criterion, a key of ``arms``, with most shares below the limits in an evaluation on the choosing
+    texts, by the best estimates; the least mean loss breaks ties.
+    """
+    outcomes, losses = judge(run.store, run_id).by_name, read_losses(run.store, run_id)
+    ranks = {}
+    for criterion, of_one in arms.items():
+        kept = 0
+        for arm in of_one:
+            recall = [each.paired.retained for each in outcomes[arm.name].judged_recall]
+            lost = any(each is not None and each.value < MIN_RETAINED for each in recall)
+            if lost or losses[arm.name].difference > max_loss:
+                break
+            kept += 1
+        mean = sum(losses[arm.name].difference for arm in of_one) / len(of_one)
+        ranks[criterion] = (-kept, mean)
+        listed = ", ".join(f"{100 * (arm.share or 0):g}% {losses[arm.name].difference:+.3f}" for arm in of_one)
+        run.say(f"{criterion}: loss {listed} nats per token; {kept} of {len(of_one)} shares keep loss and recall")
+    best = min(ranks, key=lambda name: ranks[name])
+    run.say(f"{best} ranks the heads")
+    return best
+
+
+def _tried(arms: Sequence[Arm]) -> tuple[tuple[str, float], ...]:
+    """Return the names and nominal shares of arms."""
+    return tuple((arm.name, arm.share or 0.0) for arm in arms)

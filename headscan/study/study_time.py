@@ -1,0 +1,268 @@
+"""The plan of a study's hours: number of texts, shares, searches, and questions of each kind.
+
+A forward pass is timed, and `question_costs` counts the tokens of the questions. Everything else follows from the
+number of times that each step reads its texts. This module needs torch and transformers alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from headscan.catalog import CRITERIA, RECALL_FAMILIES
+from headscan.models.loaded_model import LoadedModel
+from headscan.runs.progress import time_text
+from headscan.steps.prune.model_costs import wait_for
+from headscan.study.study_config import (
+    FEWEST_JUDGED_TEXTS,
+    FEWEST_STUDY_TEXTS,
+    MOST_STUDY_TEXTS,
+    SHARE_SETTINGS,
+    StudyConfig,
+)
+
+#: Share of the time that the steps before the questions may take.
+_STEPS = 0.6
+#: What the time may allow, most first: texts, and the shares of each kind that are tried. With little time the small
+#: shares are tried: a small model may lose recall with the first twentieth of its heads.
+_ALL_SHARES = {
+    "shares": (0.02, 0.05, 0.1, 0.15, 0.2, 0.3),
+    "window_shares": (0.1, 0.25, 0.5, 0.75),
+    "prune_shares": (0.05, 0.1, 0.2, 0.3),
+}
+_SOME_SHARES = {"shares": (0.02, 0.05, 0.1), "window_shares": (0.1, 0.25), "prune_shares": (0.05, 0.1)}
+_LEAST_SHARES = {"shares": (0.02, 0.05), "window_shares": (0.1,), "prune_shares": (0.05,)}
+_EFFORTS = (
+    (MOST_STUDY_TEXTS, _ALL_SHARES),
+    (48, _ALL_SHARES),
+    (32, _ALL_SHARES),
+    (32, _SOME_SHARES),
+    (24, _SOME_SHARES),
+    (16, _SOME_SHARES),
+    (16, _LEAST_SHARES),
+    (FEWEST_STUDY_TEXTS, _LEAST_SHARES),
+)
+#: Fewest recall questions of each kind that judge.
+_FEWEST_RECALL = 40
+#: Fewest benchmark questions, and the largest share of the questions' time that recall takes.
+_FEWEST, _MOST_RECALL_TIME = 100, 0.5
+#: Share of the answers that a harmless share of heads changes.
+CHANGED = 0.03
+#: Rounds of questions that the time is made for; each has one share of every kind.
+_ROUNDS = 2
+#: Approximate number of sets of windows that a search for a plan measures.
+_SETS = 130
+
+
+@dataclass(frozen=True)
+class TimedPass:
+    """A forward pass over random tokens, to be timed."""
+
+    sequences: int
+    tokens: int
+    name: str = "timed pass"
+
+
+def time_pass(lm: LoadedModel, item: TimedPass) -> float:
+    """Pool task: return the tokens per second of a forward pass; a first pass is not timed."""
+    ids = torch.randint(0, lm.model.config.get_text_config().vocab_size, (item.sequences, item.tokens))
+    ids, seconds = ids.to(lm.device), 0.0
+    for _ in range(2):
+        wait_for(lm.device)
+        started = time.perf_counter()
+        with torch.no_grad():
+            lm.model(input_ids=ids)
+        wait_for(lm.device)
+        seconds = time.perf_counter() - started
+    return item.sequences * item.tokens / seconds
+
+
+@dataclass(frozen=True)
+class QuestionCosts:
+    """Tokens of the questions, and the numbers that are enough.
+
+    Attributes:
+        tokens, recall_tokens: Tokens of a benchmark question, and of one question of each recall task together.
+        enough: Benchmark questions with which a share that changes 3 % of the answers is shown to be safe.
+        available: Number of benchmark questions that the tasks have.
+        enough_recall: Recall questions of each kind with which such a share is shown to keep recall; 0 if the model
+            recalls too little to judge.
+        recalls: What the whole model recalls, in words.
+        repair_texts: Fewest texts that repair a pruned model: the widest projection that is solved has as many columns
+            as these have tokens, with a quarter to spare for shorter texts.
+    """
+
+    tokens: float
+    recall_tokens: float
+    enough: int
+    available: int
+    enough_recall: int
+    recalls: str
+    repair_texts: int = 0
+
+
+def measures_recall(config: StudyConfig) -> bool:
+    """Return True if a criterion needs the importance on recall prompts."""
+    return any(CRITERIA[name].on_recall for name in config.ranking)
+
+
+@dataclass(frozen=True)
+class PassCosts:
+    """Times of what a study repeats, as multiples of that of a plain forward pass over as many tokens.
+
+    Attributes:
+        scan: The statistics of a text; they cost about half of a pass.
+        importance: The importance of all heads on a text; a backward pass costs two forward passes.
+        derivatives: Gradients of every KV head's window on a text; 6 fits a run on SmolLM2 (5 minutes estimated, 6
+            taken).
+        repair: The repair of a model on a text, which runs through both models, and the solving; 3.5 fits a run on
+            SmolLM2.
+        damage: What a choice by damage takes in addition to a criterion, for each share.
+    """
+
+    scan: float = 1.5
+    importance: float = 3.0
+    derivatives: float = 6.0
+    repair: float = 3.5
+    damage: float = 24.0
+
+
+def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callable[[str], None]) -> StudyConfig:
+    """Return the settings with what the time decides at ``speed`` tokens per second, and print how long each step
+    takes.
+    """
+    if not costs.recall_tokens:
+        config = replace(config, recall_questions=0)
+    asked, seconds, passes = config, 3600 * config.hours, PassCosts()
+    for texts_read, tried in _EFFORTS:
+        shares: dict[str, Any] = {name: each for name, each in tried.items() if getattr(asked, name) is None}
+        config = replace(
+            asked,
+            **shares,
+            sequences=asked.sequences or texts_read,
+            judged_texts=asked.judged_texts or max(texts_read, FEWEST_JUDGED_TEXTS),
+        )
+        # Without ablated heads there is no criterion, so fewer texts and shares make room for damage.
+        only_damage = config.prune_by == "damage" or not config.shares
+        damage = _damage_seconds(config, costs, speed, passes)
+        spare = _STEPS * seconds - sum(_reading_seconds(config, costs, speed, passes).values()) - damage * only_damage
+        if spare >= 0:
+            break
+    prune_by = config.prune_by or ("damage" if only_damage or damage < spare else "criterion")
+    if prune_by == "damage" and not only_damage:
+        spare -= damage
+    search = config.search
+    if search is None:
+        search = bool(config.window_shares) and _search_seconds(config, speed) < spare
+    config = replace(config, prune_by=prune_by, search=search)
+    before = sum(_before_questions(config, costs, speed, passes).values())
+    arms = 1 + _ROUNDS * config.kind_count
+    tokens = max(0.0, seconds - before) * speed / arms
+    recall = config.recall_questions
+    if recall is None:
+        afford = int(_MOST_RECALL_TIME * tokens / costs.recall_tokens)
+        recall = 4 * (max(_FEWEST_RECALL, min(costs.enough_recall, afford)) // 4)
+    questions = config.questions
+    if questions is None:
+        afford = int((tokens - recall * costs.recall_tokens) / costs.tokens)
+        questions = min(costs.available, max(_FEWEST, min(costs.enough, afford)))
+    config = replace(config, questions=questions, recall_questions=recall)
+    steps = study_seconds(config, costs, speed)
+    say(
+        f"a forward pass reads {speed:,.0f} tokens per second; about {time_text(sum(steps.values()))} in all"
+        f" (limit {config.hours:g} h)"
+    )
+    width = max(map(len, steps))
+    for name, each in steps.items():
+        say(f"  {name:<{width}}  {time_text(each)}")
+    needs = f"{costs.enough:,} questions"
+    if costs.enough_recall:
+        needs += f" and {costs.enough_recall:,} of each recall task (the whole model: {costs.recalls})"
+    judging = min(questions, costs.available)
+    tokens_enough = costs.enough * costs.tokens + costs.enough_recall * costs.recall_tokens
+    say(
+        f"{config.sequences} texts measure; {config.judged_texts} texts, {judging:,} questions and {recall} of each"
+        f" recall task judge. To show that a harmless share, which changes {CHANGED:.0%} of the answers, is safe takes"
+        f" about {needs}, with which the study takes {time_text(before + arms * tokens_enough / speed)}"
+    )
+    if costs.recalls and not costs.enough_recall:
+        say(f"the whole model hardly solves the recall tasks ({costs.recalls}): what is safe may still cost recall")
+    return config
+
+
+def study_seconds(
+    config: StudyConfig, costs: QuestionCosts, speed: float, passes: PassCosts = PassCosts()
+) -> dict[str, float]:
+    """Return the approximate seconds of each step of a study without open decisions at ``speed`` tokens per second."""
+    assert config.questions is not None and config.recall_questions is not None
+    tokens = config.questions * costs.tokens + config.recall_questions * costs.recall_tokens
+    questions = (1 + _ROUNDS * config.kind_count) * tokens / speed
+    return _before_questions(config, costs, speed, passes) | {"7. questions": questions}
+
+
+def _before_questions(config: StudyConfig, costs: QuestionCosts, speed: float, passes: PassCosts) -> dict[str, float]:
+    """Return the seconds of each step before the questions, with searches by what the settings decide."""
+    steps = _reading_seconds(config, costs, speed, passes)
+    if config.search:
+        steps["4. plans"] += _search_seconds(config, speed)
+    if config.prune_by == "damage":
+        steps["5. pruning"] += _damage_seconds(config, costs, speed, passes)
+    return steps
+
+
+def _search_seconds(config: StudyConfig, speed: float) -> float:
+    """Return the seconds of a search for plans."""
+    assert config.sequences is not None and config.max_tokens is not None
+    prompts = config.sequences / 2 + config.recall_prompts
+    return _SETS * _number(config.window_shares) * prompts * config.max_tokens / speed
+
+
+def _damage_seconds(config: StudyConfig, costs: QuestionCosts, speed: float, passes: PassCosts) -> float:
+    """Return the seconds by which choices of removed heads by damage exceed those by a criterion."""
+    assert config.max_tokens is not None
+    return passes.damage * _number(config.prune_shares) * _repairing(config, costs) * config.max_tokens / speed
+
+
+def _repairing(config: StudyConfig, costs: QuestionCosts) -> int:
+    """Return the number of texts that choose removed heads and repair."""
+    assert config.sequences is not None
+    return max(config.sequences, costs.repair_texts)
+
+
+def _number(shares: tuple[float, ...] | None) -> int:
+    return len(shares or ())
+
+
+def _reading_seconds(config: StudyConfig, costs: QuestionCosts, speed: float, passes: PassCosts) -> dict[str, float]:
+    """Return the approximate seconds of each step before the questions, without searches, from the number of its passes
+    over texts and prompts at ``speed`` tokens per second.
+    """
+    sequences, judged_texts = config.sequences, config.judged_texts
+    assert config.max_tokens is not None and sequences is not None and judged_texts is not None
+    per_text = config.max_tokens / speed
+    masks, windows, pruned = (_number(getattr(config, name)) for name in SHARE_SETTINGS)
+    prompts = sequences / 2 + config.recall_prompts
+    # One criterion needs no comparison, and scores of the scan no importance.
+    candidates = masks * len(config.ranking) if len(config.ranking) > 1 else 0
+    by_importance = masks > 0 and any(CRITERIA[name].run != "scan" for name in config.ranking)
+    measured = (sequences + len(RECALL_FAMILIES) * config.recall_prompts * measures_recall(config)) * by_importance
+    repaired = 2 * _repairing(config, costs) + 4 * config.recall_prompts
+    return {
+        "1. scan": passes.scan * sequences * per_text,
+        # 60 sequences of repeats and prompts with needles.
+        "2. probe": 60 * 256 / speed,
+        # Arms share the layers below their heads.
+        "3. importance, criterion": (
+            passes.importance * measured + candidates * (judged_texts / 2 + config.recall_prompts)
+        )
+        * per_text,
+        # Each set of windows is measured, too.
+        "4. plans": (passes.derivatives + windows) * prompts * per_text,
+        # Twice the texts and prompts run through both models.
+        "5. pruning": passes.repair * pruned * repaired * per_text,
+        "6. loss": (1 + masks + windows + pruned) * judged_texts * per_text,
+    }

@@ -1,0 +1,299 @@
+"""Answers of the finished arms of a run to the same questions, and the scopes of questions that are judged together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from headscan.catalog import recall_family
+from headscan.errors import VerdictError
+from headscan.store.records import CONTROL_KINDS_SQL, ArmKind
+from headscan.store.store import Store
+from headscan.store.tables import ALL_TASKS
+from headscan.store.verdict_limits import QUESTIONS_PER_TEXT
+from headscan.verdicts.paired import PairedDifference, QuestionClusters, paired_difference, retained_share
+
+
+def _column(name: str, **default: Any) -> Any:
+    """Return a field that is read from a column of another name."""
+    return field(**default, metadata={"sql": name})
+
+
+def _setting(name: str, sql_type: str) -> Any:
+    """Return a field that is read from the arm's settings, as a value of a type of SQL."""
+    return _column(f"(config ->> '$.{name}')::{sql_type}", default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedArm:
+    """An arm with all answers; see the comments of the table ``arms``.
+
+    Attributes:
+        arm_id: Its id in the store; empty without a store.
+        ablated_share: Measured share of ablated or removed heads, 0 to 1.
+        share: Nominal share, 0 to 1.
+        selection: How the heads were selected, or the mode of a plan.
+        replacement: What replaces the output of ablated heads; None for other arms.
+        kv_shares: Share of the KV cache that a plan leaves, by length, as JSON; None for other arms.
+        granularity: ``layer`` for a plan by layer; None for other arms.
+        weights_left: Share of the weights' bytes that a pruned model keeps; None for other arms.
+        cache_left: Share of the KV cache that a pruned model keeps; None for other arms, and if it cannot be sized.
+        swept: True if a sweep tried or drew the arm; None otherwise, and in runs of earlier versions.
+    """
+
+    arm_id: str = ""
+    name: str
+    kind: ArmKind
+    ablated_share: float | None = None
+    share: float | None = None
+    criterion: str | None = None
+    selection: str | None = None
+    replacement: str | None = None
+    seed: int | None = None
+    kv_shares: str | None = _setting("kv_shares", "VARCHAR")
+    granularity: str | None = _setting("granularity", "VARCHAR")
+    weights_left: float | None = _setting("weights_left", "DOUBLE")
+    cache_left: float | None = _setting("cache_left", "DOUBLE")
+    layers_dropped: int | None = _setting("layers_dropped", "INTEGER")
+    swept: bool | None = _setting("swept", "BOOLEAN")
+
+    @property
+    def size(self) -> float | None:
+        """Share of heads that are ablated or removed, or of KV heads that keep less; None if it is unknown, and for
+        another model.
+        """
+        if self.kind.shrinks_cache:
+            return self.share
+        return None if self.kind is ArmKind.MODEL else self.ablated_share
+
+
+class FinishedArms(NamedTuple):
+    """The baseline, the other finished arms (controls last) and the number of unfinished arms."""
+
+    baseline: FinishedArm
+    others: tuple[FinishedArm, ...]
+    unfinished: int
+
+
+def can_be_judged(store: Store, run_id: str) -> bool:
+    """Return True if one baseline and another arm of a run are finished; False for a run that is not far enough yet."""
+    try:
+        return bool(finished_arms(store, run_id).others)
+    except VerdictError:
+        return False
+
+
+def finished_arms(store: Store, run_id: str) -> FinishedArms:
+    """Return the finished arms of a run; raise VerdictError unless exactly one of them is a baseline."""
+    columns = [f"{each.metadata.get('sql', each.name)} AS {each.name}" for each in fields(FinishedArm)]
+    rows = store.query(
+        f"SELECT {', '.join(columns)}, status FROM arms WHERE run_id = ?"
+        f" ORDER BY kind IN ({CONTROL_KINDS_SQL}), started_at, name",
+        [run_id],
+    ).to_pylist()
+    arms = [
+        FinishedArm(**{each.name: row[each.name] for each in fields(FinishedArm)} | {"kind": ArmKind(row["kind"])})
+        for row in rows
+        if row["status"] == "finished"
+    ]
+    baselines = [arm for arm in arms if arm.kind is ArmKind.BASELINE]
+    if len(baselines) != 1:
+        raise VerdictError(f"run {run_id} has {len(baselines)} finished baselines (limit 1). Run its command again")
+    others = tuple(arm for arm in arms if arm.kind is not ArmKind.BASELINE)
+    return FinishedArms(baselines[0], others, len(rows) - len(arms))
+
+
+#: Suffix of a task that asks the documents of another task in cloze form.
+CLOZE_SUFFIX = "_continuation"
+
+
+class Scope(NamedTuple):
+    """Questions judged together: task, group, recall family or benchmark."""
+
+    task: str
+    recall: bool
+
+    @property
+    def is_recall_family(self) -> bool:
+        """True for a family of recall tasks: needle, but not needle@512."""
+        return self.recall and "@" not in self.task
+
+    @property
+    def is_benchmark_task(self) -> bool:
+        """True for a task of the benchmark or a group of them."""
+        return not self.recall and self.task != ALL_TASKS
+
+
+BENCHMARK = Scope(ALL_TASKS, False)
+
+
+@dataclass(frozen=True)
+class AnswerSheets:
+    """Answers of several arms to the same questions.
+
+    Attributes:
+        tasks: (questions,) number of each question's task; a task and its cloze form share one number.
+        texts: (questions,) number of each question's text within its task; several recall questions share a text, and
+            so do the two forms of a question.
+        chance: (questions,) accuracy of guessing, 0 to 1; NaN if it is unknown.
+        correct: (questions,) 0 to 1, by arm id.
+        scopes: (questions,) bool, whether the question is in the scope, by scope.
+    """
+
+    tasks: np.ndarray
+    texts: np.ndarray
+    chance: np.ndarray
+    correct: Mapping[str, np.ndarray]
+    scopes: Mapping[Scope, np.ndarray]
+    _scope_questions: dict[Scope, _ScopeQuestions] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def compare(self, scope: Scope, baseline: np.ndarray, arm: np.ndarray) -> PairedDifference:
+        """Return the paired difference in a scope; ``baseline`` and ``arm`` are (questions,)."""
+        if scope not in self._scope_questions:
+            self._scope_questions[scope] = _ScopeQuestions.of(self, scope)
+        questions = self._scope_questions[scope]
+        baseline_answers, arm_answers = baseline[questions.indices], arm[questions.indices]
+        paired = paired_difference(baseline_answers, arm_answers, questions.clusters)
+        if not scope.recall:
+            return paired if questions.chance is None else replace(paired, chance=questions.chance)
+        if not scope.is_recall_family:
+            return paired
+        chance = recall_family(scope.task).chance
+        return replace(paired, retained=retained_share(baseline_answers, arm_answers, questions.texts, chance))
+
+    def difference(self, scope: Scope, baseline: np.ndarray, arm: np.ndarray) -> float:
+        """Return the mean paired difference in percentage points; `compare` also computes its interval."""
+        in_scope = self.scopes[scope]
+        return 100 * float((arm[in_scope] - baseline[in_scope]).mean())
+
+    def only(self, kept: np.ndarray) -> AnswerSheets:
+        """Return sheets of the questions in ``kept``, (questions,) bool; empty scopes are removed."""
+        return AnswerSheets(
+            tasks=self.tasks[kept],
+            texts=self.texts[kept],
+            chance=self.chance[kept],
+            correct={arm_id: correct[kept] for arm_id, correct in self.correct.items()},
+            scopes={scope: in_scope[kept] for scope, in_scope in self.scopes.items() if in_scope[kept].any()},
+        )
+
+
+@dataclass(frozen=True)
+class _ScopeQuestions:
+    """The questions of a scope, by their indices in the sheets, with the number of each question's text (questions,),
+    distinct between tasks, and the accuracy of guessing in percent; None if it is unknown.
+    """
+
+    indices: np.ndarray
+    texts: np.ndarray
+    clusters: QuestionClusters
+    chance: float | None
+
+    @classmethod
+    def of(cls, sheets: AnswerSheets, scope: Scope) -> _ScopeQuestions:
+        indices = np.flatnonzero(sheets.scopes[scope])
+        tasks, texts_in_task, chances = sheets.tasks[indices], sheets.texts[indices], sheets.chance[indices]
+        unknown = np.isnan(chances)
+        chance = None if unknown.all() else 100 * float(np.where(unknown, 0, chances).mean())
+        texts = tasks * (1 + sheets.texts.max()) + texts_in_task
+        return cls(indices, texts, QuestionClusters(len(indices), tasks, texts_in_task), chance)
+
+
+def read_answers(store: Store, baseline: FinishedArm, others: Sequence[FinishedArm]) -> AnswerSheets:
+    """Return the answers of a baseline and of other arms."""
+    table = store.query(
+        "SELECT arm_id, task, question, recall, doc_hash, correct FROM answers"
+        " WHERE correct IS NOT NULL AND list_contains(?, arm_id) ORDER BY arm_id, task, question",
+        [[arm.arm_id for arm in (baseline, *others)]],
+    )
+    sheets = _by_arm(table)
+    empty = table.slice(0, 0)
+    baseline_sheet = sheets.get(baseline.arm_id, empty)
+    for arm in others:
+        _check_questions(arm, sheets.get(arm.arm_id, empty), baseline_sheet)
+    tasks = baseline_sheet["task"].to_numpy()
+    numbers = baseline_sheet["question"].to_numpy()
+    return AnswerSheets(
+        tasks=_task_numbers(tasks),
+        texts=np.where(baseline_sheet["recall"].to_numpy(), numbers // QUESTIONS_PER_TEXT, numbers),
+        chance=_chance(store, baseline, tasks),
+        correct={arm_id: sheet["correct"].to_numpy() for arm_id, sheet in sheets.items()},
+        scopes=_scopes(store, baseline, tasks),
+    )
+
+
+def _chance(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> np.ndarray:
+    """Return 1 / choices, the accuracy of guessing, for each question. NaN stands for answers without choices
+    (generated texts, a single likelihood) and for tasks with partial credit, whose grade is not that of the likeliest
+    choice. Choices that differ in frequency can be guessed more often.
+    """
+    rows = store.query(
+        "SELECT task, len(log_likelihoods) AS choices,"
+        " bool_and(correct IN (0, 1)) OVER (PARTITION BY task) AS without_credit"
+        " FROM answers WHERE arm_id = ? AND correct IS NOT NULL ORDER BY task, question",
+        [baseline.arm_id],
+    )
+    assert rows.num_rows == len(tasks)
+    choices = np.array(
+        [
+            count if count is not None and count > 1 and without_credit else np.nan
+            for count, without_credit in zip(
+                rows["choices"].to_pylist(), rows["without_credit"].to_pylist(), strict=True
+            )
+        ],
+        dtype=float,
+    )
+    return 1 / choices
+
+
+def _task_numbers(tasks: np.ndarray) -> np.ndarray:
+    """Return task numbers; a task and its cloze form share one, because the bootstrap draws the documents of both."""
+    names, name_index = np.unique(tasks, return_inverse=True)
+    plain_names = [name.removesuffix(CLOZE_SUFFIX) for name in names]
+    shared_names = [plain if plain in names else name for name, plain in zip(names, plain_names, strict=True)]
+    return np.unique(shared_names, return_inverse=True)[1][name_index]
+
+
+def _by_arm(table: pa.Table) -> dict[str, pa.Table]:
+    """Split ``table``, sorted by arm, into one table per arm id."""
+    sheets, start = {}, 0
+    for count in table["arm_id"].value_counts().to_pylist():
+        sheets[count["values"]] = table.slice(start, count["counts"])
+        start += count["counts"]
+    return sheets
+
+
+def _check_questions(arm: FinishedArm, sheet: pa.Table, baseline_sheet: pa.Table) -> None:
+    if not sheet.drop_columns(["arm_id", "correct"]).equals(baseline_sheet.drop_columns(["arm_id", "correct"])):
+        questions = f"{sheet.num_rows} questions (baseline {baseline_sheet.num_rows})"
+        if sheet.num_rows == baseline_sheet.num_rows:
+            questions = f"{sheet.num_rows} questions that differ from the baseline's"
+        raise VerdictError(f"arm {arm.name} answered {questions}. Evaluate it again")
+
+
+def _scopes(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> dict[Scope, np.ndarray]:
+    rows = store.query(
+        "SELECT scope, recall, list(DISTINCT task) AS tasks FROM"
+        " (SELECT task, recall, unnest(task_scopes(task, recall)) AS scope FROM answers"
+        " WHERE arm_id = ? AND correct IS NOT NULL) GROUP BY scope, recall ORDER BY scope, recall",
+        [baseline.arm_id],
+    ).to_pylist()
+    scopes = {Scope(row["scope"], row["recall"]): np.isin(tasks, row["tasks"]) for row in rows}
+    for group, members in _groups(store, baseline).items():
+        in_group = np.isin(tasks, members)
+        # A group equal to the benchmark or to one task would repeat that scope.
+        if in_group.any() and not any(np.array_equal(in_group, in_scope) for in_scope in scopes.values()):
+            scopes[Scope(group, False)] = in_group
+    return scopes
+
+
+def _groups(store: Store, baseline: FinishedArm) -> dict[str, list[str]]:
+    """Return the tasks of each requested group; runs of older versions have no groups."""
+    (row,) = store.query(
+        "SELECT runs.config->>'groups' AS groups FROM runs JOIN arms USING (run_id) WHERE arm_id = ?", [baseline.arm_id]
+    ).to_pylist()
+    return json.loads(row["groups"]) if row["groups"] else {}

@@ -1,0 +1,186 @@
+"""Parsers from settings classes: defaults, nesting, functions, errors that name options."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import pytest
+
+from headscan.cli.main import VERBS, verb_class
+from headscan.cli.option_parser import (
+    Given,
+    UsageError,
+    changed,
+    check_used,
+    needed_option,
+    options_of,
+    read_settings,
+    verb_parser,
+    with_flags,
+)
+from headscan.cluster.placement_base import PLACEMENTS, PlacementRequest
+from headscan.errors import HeadscanError
+from headscan.options import Group, Needs, Option
+
+
+@dataclass(frozen=True)
+class Tokens:
+    most: int
+    least: Annotated[int, Option("fewest tokens", flag="--min-tokens", least=1)] = 2
+    mode: Annotated[Literal["chunk", "pack"], Option("cut")] = "chunk"
+
+    def __post_init__(self) -> None:
+        if self.most < self.least:
+            raise HeadscanError(f"`least={self.least}` is above {self.most}. Lower `least`")
+
+
+@dataclass(frozen=True)
+class Data:
+    path: Annotated[str, Option("file", flag="--data")]
+    limit: Annotated[int | None, Option("most examples (default: all)", flag="--limit-examples", least=1)] = None
+
+
+@dataclass(frozen=True)
+class Retries:
+    times: Annotated[int, Option("number of retries", least=0, most=9)] = 3
+
+    def __post_init__(self) -> None:
+        if self.times == 7:
+            raise HeadscanError("`times=7` is unlucky. Change `times`")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verb:
+    """do something
+
+    headscan verb MODEL
+    """
+
+    model: Annotated[str, Option("model", flag="MODEL")]
+    share: Annotated[float, Option("share of heads", above=0, below=1)] = 0.5
+    scores: Annotated[
+        tuple[str, ...], Option("scores", kind="score", names=("one", "two"), sets={"all": ("one", "two")})
+    ] = ()
+    sizes: Annotated[tuple[int, ...], Option("sizes", least=1, spaces=True)] = (1, 2)
+    fast: Annotated[bool, Option("fast")] = False
+    skipped: Annotated[int, Option("skipped heads", least=0)] = 0
+    confirm: Annotated[bool, Option("confirm")] = True
+    safe: Annotated[bool, Option("unsafe", flag="--unsafe", negated=True)] = True
+    tokens: Annotated[Given[Tokens], Group("tokens")]
+    data: Annotated[Data | None, Group("data")] = None
+    retries: Annotated[Retries, Group("retries")] = field(default_factory=lambda: Retries(5))
+
+
+def read(*words: str) -> Verb:
+    return read_settings("verb", Verb, words)
+
+
+def test_defaults_stand_in_the_settings_alone() -> None:
+    verb = read("m")
+    assert (verb.model, verb.share, verb.sizes, verb.data) == ("m", 0.5, (1, 2), None) and verb.confirm and verb.safe
+    assert verb.retries == Retries(5) and verb.tokens.build(most=4) == Tokens(4)
+    assert changed(verb) == {}
+    text = " ".join(verb_parser("verb", Verb).format_help().split())
+    assert "(default: 0.5)" in text and "(default: 1,2)" in text and "(default: yes)" in text
+    assert "skipped heads (default: 0)" in text and "fast (default" not in text
+    assert text.count("(default: all)") == 1 and "number of retries (default: 5)" in text
+
+
+def test_a_command_line_becomes_settings() -> None:
+    words = ["--scores", "two,one,two", "--sizes", "3,4", "5", "--fast", "--no-confirm", "--unsafe", "--mode", "pack"]
+    verb = read("m", *words, "--data", "x.tsv", "--limit-examples", "3", "--times", "0")
+    assert (verb.scores, verb.sizes) == (("two", "one"), (3, 4, 5))
+    assert (verb.fast, verb.confirm, verb.safe) == (True, False, False)
+    assert (
+        verb.tokens.build(most=2) == Tokens(2, 2, "pack") and verb.data == Data("x.tsv", 3) and verb.retries.times == 0
+    )
+    assert changed(verb)["tokens.mode"] == "--mode" and "share" not in changed(verb)
+    assert changed(read("m", "--mode", "chunk", "--times", "5")) == {"tokens.mode": "--mode"}
+    assert read("m", "--scores", "all").scores == ("one", "two")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "the following arguments are required: MODEL"),
+        (["m", "--share", "1"], "argument --share: 1 (limit below 1). Lower it"),
+        (["m", "--times", "10"], "argument --times: 10 (limit 9). Lower it"),
+        (["m", "--times", "7"], "--times 7 is unlucky. Change --times"),
+        (["m", "--scores", "twi"], "unknown score 'twi'; did you mean two?"),
+        (["m", "--mode", "pick"], "invalid choice: 'pick'; did you mean pack?"),
+        (["m", "--limit-examples", "3"], "--limit-examples has no effect without --data: leave it out"),
+    ],
+)
+def test_errors_name_options(words: list[str], message: str) -> None:
+    with pytest.raises(UsageError) as found:
+        read(*words)
+    assert message in str(found.value)
+
+
+def test_messages_of_settings_that_a_verb_makes_later() -> None:
+    with pytest.raises(HeadscanError) as found:
+        read("m", "--min-tokens", "9").tokens.build(most=4)
+    assert with_flags(str(found.value), Verb) == "--min-tokens 9 is above 4. Lower --min-tokens"
+    assert with_flags("(`safe=False`), `confirm=False`", Verb) == "(--unsafe), --no-confirm"
+
+
+def test_placements_are_those_that_can_be_chosen() -> None:
+    [placement] = [each for each in options_of(PlacementRequest) if each.flag == "--placement"]
+    assert placement.choices == ("auto", *PLACEMENTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Both:
+    own: Annotated[int, Option("of method b", only=("b",))] = 0
+    free: Annotated[int, Option("of all methods")] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Methods:
+    """use a method"""
+
+    method: Annotated[Literal["a", "b", "c"], Option("method")] = "a"
+    seed: Annotated[int | None, Option("seed", only=("a", "c"))] = None
+    retries: Annotated[Retries, Group(only=("c",))]
+    both: Annotated[Given[Both], Group("both", only=("a", "b"))]
+
+    def __post_init__(self) -> None:
+        check_used(self, self.method, f"--method {self.method}")
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        ("--method b --seed 0", "--seed has no effect on --method b (only on a, c): leave it out"),
+        ("--times 4", "--times has no effect on --method a (only on c): leave it out"),
+        ("--method c --free 0", "--free has no effect on --method c (only on a, b): leave it out"),
+        ("--own 0", "--own has no effect on --method a (only on b): leave it out"),
+    ],
+)
+def test_an_option_that_the_method_does_not_use_is_refused(words: str, refusal: str) -> None:
+    """Options of a group have its methods, unless they have methods of their own."""
+    with pytest.raises(UsageError, match=f"^{re.escape(refusal)}$"):
+        read_settings("methods", Methods, words.split())
+
+
+def test_options_that_the_method_uses_are_taken() -> None:
+    assert read_settings("methods", Methods, "--method b --own 1 --free 2".split()).both.build() == Both(own=1, free=2)
+    assert read_settings("methods", Methods, "--method c --times 4 --seed 1".split()).retries.times == 4
+    assert read_settings("methods", Methods, ["--times", "3"]).retries == Retries(3)
+
+
+def test_conditions_of_options_name_options_of_the_verb() -> None:
+    checked = 0
+    for verb in VERBS:
+        options = {bound.key: bound for bound in options_of(verb_class(verb))}
+        for bound in options.values():
+            for path, needs in bound.needs:
+                condition: Needs | None = needs
+                while condition is not None:
+                    assert needed_option(condition.key, path, options)
+                    condition, checked = condition.unless, checked + 1
+    assert checked > 50
+    with pytest.raises(KeyError, match=r"no option has the key 'arms\.nothing'"):
+        needed_option("arms.nothing", (), {})

@@ -1,0 +1,281 @@
+"""Runs that resume with other software, another device or other code of the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import headscan
+from headscan.cli.main import main
+from headscan.cluster.pool import InProcessPool, open_pool
+from headscan.engine.arms import BASELINE, mask_arm
+from headscan.errors import ResumeError
+from headscan.loading import load_spec
+from headscan.measure.probe_settings import BehaviourProbe
+from headscan.model_spec import ModelSpec
+from headscan.runs import code_version as software
+from headscan.runs.code_version import code_version, package_versions
+from headscan.runs.model_identity import identify
+from headscan.runs.run_context import Run
+from headscan.settings.evaluation_settings import EvaluateConfig, SweepConfig, TaskConfig
+from headscan.settings.measure_settings import ProbeConfig, ScanConfig
+from headscan.steps.run_evaluation import run_evaluation
+from headscan.steps.run_probe import run_probe
+from headscan.steps.run_scan import run_scan
+from headscan.steps.run_sweep import run_sweep
+from headscan.store.store import Store
+from tests.jobs.conftest import THREADS, make_tokenizer, run_on
+from tests.jobs.runs.interrupted_scans import interrupt, run
+from tests.small_models import make_model
+
+ROWS = "from head_statistics order by run_id, sequence, layer, head"
+ARMS = [BASELINE, mask_arm([(2, 1), (2, 3)])]
+TORCH = package_versions()["torch"]
+
+
+def other_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headscan.runs.code_version.package_versions", lambda: package_versions() | {"torch": "99.0"})
+
+
+def other_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headscan.runs.code_version.code_version", lambda: "0.1.0+00000000")
+
+
+def other_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headscan.runs.model_identity._hardware", lambda lm: "cuda (NVIDIA H200)")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (other_torch, f"torch {TORCH} -> 99.0"),
+        (other_code, f"headscan {code_version()} -> 0.1.0+00000000"),
+        (other_device, "device cpu -> cuda (NVIDIA H200)"),
+    ],
+)
+def test_a_scan_resumes_with_other_software_only_on_request(
+    config: ScanConfig,
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[pytest.MonkeyPatch], None],
+    named: str,
+) -> None:
+    run_id = interrupt(config, store)
+    before, rows = store.runs(), store.query(ROWS)
+    change(monkeypatch)
+    with pytest.raises(ResumeError) as refused:
+        if change is other_device:  # known once the model is loaded
+            run(config, store)
+        else:
+            run_scan(config, Run(config.model, store, lambda _: pytest.fail("the model was loaded")))
+    assert f"cannot resume run {run_id}" in str(refused.value) and named in str(refused.value)
+    assert store.runs() == before and store.query(ROWS).equals(rows)
+
+    said: list[str] = []
+    resumed = run(config, store, resume_anyway=True, say=said.append)
+    assert (resumed.run_id, resumed.measured, resumed.skipped) == (run_id, 3, 2)
+    assert f"run {run_id} resumes with {named}; both are recorded in runs.provenance" in said
+    first, second = store.resolve_run(run_id)["provenance"]
+    assert first | {"since": ""} == {
+        "since": "",
+        "packages": package_versions(),
+        "code_version": code_version(),
+        "device": "cpu",
+        "code_files_hash": None,
+    }
+    keys = ("packages", "code_version", "device", "code_files_hash")
+    assert sum(first[key] != second[key] for key in keys) == 1
+
+
+def test_a_scan_resumes_without_a_question_where_nothing_changed(config: ScanConfig, store: Store) -> None:
+    run_id = interrupt(config, store)
+    said: list[str] = []
+    assert run(config, store, say=said.append).skipped == 2
+    assert said[-1] == f"run {run_id}: 2 shards stored before"
+    assert all("only their beginnings are measured" in line for line in said[:-1])
+    assert len(store.resolve_run(run_id)["provenance"]) == 1
+
+
+def test_a_finished_scan_is_done_and_says_that_the_software_changed(
+    config: ScanConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = run(config, store).run_id
+    other_torch(monkeypatch)
+    said: list[str] = []
+    again = run_scan(
+        config, Run(config.model, store, lambda _: pytest.fail("a finished scan opened a pool"), say=said.append)
+    )
+    assert again.already_done
+    changes = f"torch {TORCH} -> 99.0"
+    assert said == [f"run {run_id} is complete, with other software or another device ({changes}); its rows stay"]
+    assert len(store.resolve_run(run_id)["provenance"]) == 1
+
+
+def test_the_command_line_refuses_and_resumes(
+    config: ScanConfig, store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["scan", config.model.source, "--corpus", config.corpus.name, "--store", str(store.path)]
+    command += ["--max-tokens", "20", "--min-tokens", "5", "--shard-size", "2", "--statistics", "entropy"]
+    command += ["--device", "cpu"]
+    assert main(command) == 0
+    with store.connect() as connection:
+        connection.execute("update runs set status = 'failed'")
+        connection.execute("delete from shards where shard > 1")
+        connection.execute("delete from sequences where shard > 1")
+        connection.execute("delete from head_statistics where sequence > 3")
+    rows = store.query(ROWS)
+    other_torch(monkeypatch)
+    capsys.readouterr()
+    assert main(command) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"torch {TORCH} -> 99.0. Restore them, or give --resume-anyway" in said.err.splitlines()[-1]
+    assert store.query(ROWS).equals(rows)
+    assert main([*command, "--resume-anyway"]) == 0
+    assert "3 shards measured, 2 stored before" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_an_evaluation_asks_before_more_arms_are_added(
+    spec: ModelSpec, task_folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = TaskConfig(("counting",), include_path=str(task_folder), limit=3)
+    config = EvaluateConfig(spec, tasks, recall=None)
+    pool = InProcessPool(spec, THREADS)
+    run_id = run_evaluation(config, run_on(pool, store), ARMS[:1])
+    before = store.query("from answers").to_pylist()
+    other_torch(monkeypatch)
+    # Nothing is added to a finished run.
+    said: list[str] = []
+    assert run_evaluation(config, run_on(pool, store, say=said.append), ARMS[:1]) == run_id
+    assert said[0].startswith(f"run {run_id} is complete, with other software")
+    # An arm would be compared with a baseline that other software answered.
+    with pytest.raises(ResumeError, match=rf"cannot resume run {run_id}.*torch {TORCH.replace('+', '.')} -> 99.0"):
+        run_evaluation(config, run_on(pool, store), ARMS)
+    assert store.query("from answers").to_pylist() == before
+    assert store.query("from arms").num_rows == 1
+    assert store.resolve_run(run_id, "evaluate")["status"] == "finished"
+    assert run_evaluation(config, run_on(pool, store, resume_anyway=True), ARMS) == run_id
+    row = store.resolve_run(run_id, "evaluate")
+    assert [entry["packages"]["torch"] for entry in row["provenance"]] == [TORCH, "99.0"]
+    assert store.query("from arms where status = 'finished'").num_rows == 2
+
+
+@pytest.mark.slow
+def test_a_sweep_hands_the_answer_to_both_of_its_runs(
+    spec: ModelSpec, task_folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = TaskConfig(("counting",), include_path=str(task_folder), limit=3)
+    evaluation = EvaluateConfig(spec, tasks, recall=None)
+    config = SweepConfig(evaluation, ("output_norm_ln",), (0.2,), mask_criteria=(), controls=0)
+    pool = InProcessPool(spec, THREADS)
+    result = run_sweep(config, run_on(pool, store))
+    with store.connect() as connection:
+        connection.execute("update runs set status = 'failed'")
+        connection.execute("update arms set status = 'running' where kind = 'rule'")
+        connection.execute("delete from answers where arm_id in (select arm_id from arms where kind = 'rule')")
+    other_torch(monkeypatch)
+    with pytest.raises(ResumeError, match=result.scan_run):
+        run_sweep(config, run_on(pool, store))
+    assert run_sweep(config, run_on(pool, store, resume_anyway=True)) == result
+    for row in store.runs():
+        assert (row["status"], len(row["provenance"])) == ("finished", 2)
+
+
+def test_a_probe_asks_as_scans_do(spec: ModelSpec, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = BehaviourProbe(sequences=2, tokens=8)
+    config = ProbeConfig(spec, ("induction_score",), probe=settings)
+    run_id = run_probe(config, Run(spec, store, lambda _: open_pool(spec, THREADS))).run_id
+    store.finish_run(run_id, status="failed")
+    other_torch(monkeypatch)
+    with pytest.raises(ResumeError, match=run_id):
+        run_probe(config, Run(spec, store, lambda _: open_pool(spec, THREADS)))
+    assert run_probe(config, Run(spec, store, lambda _: open_pool(spec, THREADS), resume_anyway=True)).run_id == run_id
+    (row,) = store.runs("probe")
+    assert [entry["packages"]["torch"] for entry in row["provenance"]] == [TORCH, "99.0"]
+
+
+# Code that comes with a model
+
+
+@pytest.fixture
+def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model whose class is in files of its own, one of which imports another."""
+    # Or the test's modules would go into the user's cache.
+    for module in ("transformers.dynamic_module_utils", "headscan.checkpoints.sources"):
+        monkeypatch.setattr(f"{module}.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    folder = tmp_path / "own-llama"
+    make_model("llama", vocabulary=300).save_pretrained(folder)
+    make_tokenizer(300).save_pretrained(folder)
+    described = json.loads((folder / "config.json").read_text())
+    described["auto_map"] = {"AutoModelForCausalLM": "modeling_own.OwnLlama"}
+    (folder / "config.json").write_text(json.dumps(described))
+    (folder / "scaling.py").write_text("SCALE = 1.0\n")
+    (folder / "modeling_own.py").write_text(
+        "from transformers import LlamaForCausalLM\n\nfrom .scaling import SCALE\n\n\n"
+        "class OwnLlama(LlamaForCausalLM):\n    scale = SCALE\n"
+    )
+    (folder / "unrelated.py").write_text("print('nobody imports this')\n")
+    return folder
+
+
+def test_the_hash_of_code_files_follows_the_files_that_run(own_code: Path) -> None:
+    trusted = ModelSpec(str(own_code), trust_remote_code=True)
+    lm = load_spec(trusted, "cpu")
+    assert type(lm.model).__name__ == "OwnLlama" and type(lm.model).scale == 1.0
+    first = identify(trusted)
+    assert first.code_files_hash is not None
+    assert identify(trusted).code_files_hash == first.code_files_hash
+    assert identify(ModelSpec(str(own_code))).code_files_hash is None
+    (own_code / "unrelated.py").write_text("print('changed')\n")
+    assert identify(trusted).code_files_hash == first.code_files_hash
+    (own_code / "scaling.py").write_text("SCALE = 2.0\n")
+    second = identify(trusted)
+    assert second.code_files_hash not in (None, first.code_files_hash)
+    assert second.fingerprint() == first.fingerprint()
+    assert type(load_spec(trusted, "cpu").model).scale == 2.0
+
+
+def test_a_model_with_other_code_files_resumes_only_on_request(
+    config: ScanConfig, own_code: Path, store: Store
+) -> None:
+    config = dataclasses.replace(config, model=ModelSpec(str(own_code), trust_remote_code=True))
+    run_id = interrupt(config, store)
+    (old,) = store.resolve_run(run_id)["provenance"]
+    (own_code / "scaling.py").write_text("SCALE = 2.0\n")
+    with pytest.raises(ResumeError, match=f"model code files {old['code_files_hash']} -> [0-9a-f]{{16}}"):
+        run_scan(config, Run(config.model, store, lambda _: pytest.fail("the model was loaded")))
+    assert run(config, store, resume_anyway=True).skipped == 2
+    hashes = [entry["code_files_hash"] for entry in store.resolve_run(run_id)["provenance"]]
+    assert hashes == [old["code_files_hash"], identify(config.model).code_files_hash]
+
+
+# The version of the code
+
+
+def test_the_version_covers_the_code_that_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {name for name, _ in software._measuring_files()}
+    assert {"measure/collect.py", "cluster/streamed_pool.py", "texts/sequences.py"} <= files
+    assert not [name for name in files if name.startswith(("cli/", "demo/", "store/", "plans/", "report/"))]
+    assert code_version().startswith(f"{headscan.__version__}+")
+    copy = tmp_path / "code.py"
+
+    def version(content: bytes) -> str:
+        copy.write_bytes(content)
+        code_version.cache_clear()
+        return code_version()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(software, "_measuring_files", lambda: iter([("headscan/code.py", copy)]))
+        assert version(b"x = 1\n") == version(b"x = 1\r\n") != version(b"x = 2\n")
+        tidied = version(b'"""Hold a number."""\n\n# The only one.\nx = (\n    1\n)\n')
+        assert tidied == version(b"x = 1\n")
+        documented = version(b'class A:\n    """Doc."""\n\n    def f(self):\n        """Doc."""\n        return "a"\n')
+        assert documented == version(b'class A:\n    def f(self):\n        return "a"\n')
+        assert documented != version(b'class A:\n    def f(self):\n        return "b"\n')
+    code_version.cache_clear()

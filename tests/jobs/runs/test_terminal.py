@@ -1,0 +1,120 @@
+"""Control characters of a store, a corpus or a model do not reach a terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from headscan.cli.main import main
+from headscan.cli.option_parser import with_flags
+from headscan.cli.plan import Plan
+from headscan.runs.progress import Progress
+from headscan.store.records import ArmRecord, RunRecord
+from headscan.store.store import Store
+from headscan.text_tables import printable, printable_lines, say
+from tests.numbers.conftest import answer_table
+
+EVIL = "\x1b]0;owned\x07\x1b[31m\rname\x9b2J\u202egpj.exe\u2066\x00\x7f"
+_OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def evil(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with control characters in every text that a run and an arm hold."""
+    store = Store(tmp_path_factory.mktemp("evil") / "evil.duckdb")
+    run = RunRecord("evaluate", EVIL, EVIL, 1, 1, corpus=EVIL, code_version=EVIL, packages={EVIL: EVIL})
+    run_id = store.begin_run(run).run_id
+    arm = store.begin_arm(ArmRecord(run_id, EVIL, "baseline")).arm_id
+    store.finish_arm(arm, answer_table([EVIL], [1.0]), ablated_share=0.0)
+    return store.path
+
+
+def test_unsafe_characters_become_their_escapes() -> None:
+    assert printable("\x1b[31mred\x1b[0m") == r"\x1b[31mred\x1b[0m"
+    assert printable("a\nb\tc\r\x7f\x85\u202e\u2028\ud800") == r"a\nb\tc\r\x7f\x85\u202e\u2028\ud800"
+    assert printable("Häuser, 文, \U0001f600, क्‍ष") == "Häuser, 文, \U0001f600, क्‍ष"
+    assert printable_lines("one\x07\ntwo\n") == "one\\x07\ntwo\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["status"],
+        ["sql", "from runs"],
+        ["sql", "from arms"],
+        ["sql", "from answers"],
+        ["sql", f'select model as "{EVIL}" from runs'],
+        ["sql", "select error(model) from runs"],
+        ["sql", f"from '{EVIL}'"],
+        ["rank", "--run", EVIL],
+        ["rank", "--by", EVIL],
+    ],
+)
+def test_a_stores_text_is_shown_as_escapes(
+    evil: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    code = main([*arguments, "--store", str(evil)])
+    out, err = capsys.readouterr()
+    assert code in (0, 2) and out + err
+    assert not _OBEYED.search(out + err)
+    if code == 2:
+        assert err.startswith("headscan: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", ["csv", "json"])
+def test_formats_for_programs_are_true_in_a_pipe_and_safe_on_a_terminal(
+    evil: Path, capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    arguments = ["sql", "select model from runs", "--format", verb, "--store", str(evil)]
+    assert main(arguments) == 0
+    piped = capsysbinary.readouterr().out.decode()
+    if verb == "csv":
+        assert piped == f'"model"\n"{EVIL}"\n'
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main(arguments) == 0
+    assert "name" in terminal.getvalue() and not _OBEYED.search(terminal.getvalue())
+
+
+def test_log_lines_and_progress_are_safe(capsys: pytest.CaptureFixture[str]) -> None:
+    say(f"{EVIL}: finished before")
+    with Progress(EVIL, 2, "shards", every=0.0) as progress:
+        progress.update()
+    out, err = capsys.readouterr()
+    assert out == "" and "finished before" in err and "2 shards" in err
+    assert not _OBEYED.search(err)
+    terminal = Terminal()
+    with Progress("\x1b[31m\x07title", 2, "shards", stream=terminal) as progress:
+        progress.update()
+    assert r"\x1b[31m\x07title" in terminal.getvalue() and "\x07" not in terminal.getvalue()
+
+
+def test_paths_that_look_like_options_stay_in_messages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = f"{tmp_path}/of store=1.duckdb"
+    for verb in ("plan", "rank", "status"):
+        assert main([verb, "--store", path]) == 2
+        assert f"there is no store at {path}. " in capsys.readouterr().err
+    Path(path).touch()
+    assert main(["status", "--store", path]) == 2
+    assert f"{path} is empty (0 bytes). " in capsys.readouterr().err
+
+
+def test_messages_of_the_library_name_the_flags_of_the_command_line() -> None:
+    limited = "`max_tokens=5` (limit 4). Lower `max_tokens`"
+    assert with_flags(limited, Plan) == "--max-tokens 5 (limit 4). Lower --max-tokens"
+    assert with_flags("set `confirm=False` or `confirm=True`", Plan) == "set --no-confirm or --confirm"
+    assert with_flags("`offload=cpu` keeps layers in RAM", Plan) == "--offload cpu keeps layers in RAM"
+    assert with_flags("`memory=700 B` (limit 500 B)", Plan) == "--memory 700 B (limit 500 B)"
+    assert with_flags("`safetensors=False`", Plan) == "--pickled-weights"
+    assert with_flags("`model=x`", Plan) == "MODEL x"
+    untouched = "`source=x`, `wait=3`, memory, /data/memory=1, memory=1.json and `ray start`"
+    assert with_flags(untouched, Plan) == untouched

@@ -1,0 +1,314 @@
+"""Pruning from the command line: models, controls, verdict, and what a user can get wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import headscan
+from headscan.ablation.masks import HeadMask
+from headscan.cli.main import main
+from headscan.engine.prompt_losses import Prompts
+from headscan.errors import PruningError
+from headscan.export.decilm_folder import write_decilm
+from headscan.kv.plan_cache import cache_bytes
+from headscan.model_spec import ModelSpec
+from headscan.pruning.edited_model import Edits
+from headscan.pruning.repair import repair
+from headscan.runs.model_identity import identify
+from headscan.settings.saving_settings import PruneTexts, RecallPrompts
+from headscan.steps.prune.calibration_texts import read_texts
+from headscan.steps.prune.held_out_losses import HeldOutLosses
+from headscan.store.store import Store
+from headscan.texts import CorpusSpec
+from headscan.texts.held_out_text import HeldOutText, TextChunk
+from headscan.texts.token_requests import Request
+from tests.instrument.pruning.texts import random_texts
+from tests.jobs.conftest import make_tokenizer
+from tests.small_models import make_loaded, make_model
+
+pytestmark = pytest.mark.usefixtures("own_tasks_alone")
+
+
+@pytest.fixture
+def command(model_folder: Path, corpus_folder: Path, task_folder: Path, tmp_path: Path) -> list[str]:
+    words = ["prune", str(model_folder), "--corpus", str(corpus_folder), "--max-tokens", "64", "--sequences", "16"]
+    words += ["--tasks", "counting", "--include-path", str(task_folder), "--no-recall", "--device", "cpu"]
+    return [*words, "--store", str(tmp_path / "s.duckdb"), "--out", str(tmp_path / "smaller"), "--repair", "o"]
+
+
+def without_tasks(command: list[str]) -> list[str]:
+    """Leave out the tasks and their folder."""
+    place = command.index("--tasks")
+    return command[:place] + command[place + 4 :]
+
+
+IDS = torch.arange(2, 34)[None]
+
+
+def logits(lm: headscan.LoadedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return lm.model(IDS).logits
+
+
+def test_heads_named_by_hand_go_without_repair(
+    command: list[str], model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The saved model is the original with the heads zeroed, and the verdict names both controls."""
+    assert main([*command[:-1], "none", "--heads", "0:1,2:3,2:0"]) == 0
+    out = capsys.readouterr().out
+    smaller, lm = headscan.load(str(tmp_path / "smaller")), headscan.load(str(model_folder))
+    with headscan.intervene(lm, HeadMask([(0, 1), (2, 3), (2, 0)])):
+        assert torch.allclose(logits(lm), logits(smaller), atol=1e-5)
+    store = Store(tmp_path / "s.duckdb")
+    arms = store.query("select name, kind, ablated_share, config, mask_id from arms order by started_at").to_pylist()
+    assert [arm["kind"] for arm in arms] == ["baseline", "pruned", "random_pruned", "layers_dropped"]
+    total = lm.grid.total_heads
+    assert [round(arm["ablated_share"] * total) for arm in arms[:3]] == [0, 3, 3]
+    assert store.query("select layer, head from mask_heads where mask_id = ?", [arms[1]["mask_id"]]).num_rows == 3
+    found = json.loads(arms[1]["config"])
+    cache = smaller.model(IDS, use_cache=True).past_key_values
+    measured = cache_bytes(cache) // IDS.shape[1]
+    assert found["after"]["cache_bytes"] == found["after"]["measured_cache_bytes"] == measured
+    assert found["cache_left"] == measured / found["before"]["cache_bytes"]
+    assert found["after"]["query_heads"] == total - 3 and found["after"]["prefill_seconds"] > 0
+    assert found["weights_left"] < 1 and found["after"]["parameters"] == smaller.model.num_parameters()
+    assert "layer-drop" in out and "random 0" in out
+    assert "\nwritten to " in out and "loss, nats" in out
+    exports = re.findall(r"^headscan export (gguf|decilm) (\S+) --out", out, re.MULTILINE)
+    assert exports == [("gguf", str(tmp_path / "smaller")), ("decilm", str(tmp_path / "smaller"))]
+    card = (tmp_path / "smaller" / "README.md").read_text()
+    assert "Dropping 1 whole attention layer (33.3% of heads) with the same repair: " in card
+    assert "Of 1 random choice with as many heads and the same repair" in card
+    assert "headscan export gguf THIS_FOLDER --out" in card
+    assert arms[1]["name"] in card and "- layer 2: 0, 3" in card and "import headscan" in card
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.duckdb", "smaller"]
+
+
+@pytest.mark.slow
+def test_a_curve_shares_one_run_and_its_models_load_in_a_new_process(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*command, "--shares", "0.2,0.4", "--method", "damage,random", "--unit", "group"]
+    assert main(words) == 0
+    table = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    assert [line.split()[:2] for line in table[2:]] == [
+        ["20%", "damage"], ["20%", "random"], ["20%", "layer-drop"], ["20%", "random"],
+        ["40%", "damage"], ["40%", "random"], ["40%", "layer-drop"], ["40%", "random"],
+    ]  # fmt: skip
+    folders = sorted(path.name for path in (tmp_path / "smaller").iterdir())
+    assert folders == ["damage-0.2", "damage-0.4", "random-0.2", "random-0.4"]
+    code = (
+        "import headscan; from transformers import AutoModelForCausalLM as A;"
+        f" print(A.from_pretrained({str(tmp_path / 'smaller' / 'damage-0.4')!r}).generate(max_new_tokens=3).shape[1])"
+    )
+    assert int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout) > 1
+
+
+def test_losses_are_printed_without_a_verdict(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The original's, with the heads zeroed, and of the pruned model, on text and recall prompts."""
+    words = [*without_tasks(command), "--recall", "--heads", "0:1,2:3,2:0", "--skip-verdict"]
+    assert main(words) == 0
+    printed = capsys.readouterr()
+    assert "needle@511 is left out: the unchanged model gets " in "".join(printed)
+    assert "copying@511" not in printed.out and "repaired" in printed.out
+    monkeypatch.setattr("headscan.engine.prompt_losses._ABLE", 0.0)
+    words[words.index("--out") + 1] = str(tmp_path / "recall")
+    assert main([*words, "--json"]) == 0
+    (model,) = json.loads(capsys.readouterr().out)["rows"]
+    assert list(model["losses"])[1:] == ["needle@511", "copying@511"]
+    card = (tmp_path / "recall" / "README.md").read_text()
+    assert "needle@511, copying@511 with weight 0.3" in card
+    for task, losses in model["losses"].items():
+        values = [losses[key] for key in ("original", "masked", "repaired")]
+        assert len(set(values)) == 3
+        assert f"| {task} | {' | '.join(f'{value:.3f}' for value in values)} |" in card
+
+
+@torch.no_grad()
+def test_held_out_losses_are_those_of_the_scored_tokens() -> None:
+    lm = make_loaded("llama")
+    texts = random_texts(lm, sequences=6)
+    ids = [row[:length].tolist() for row, length in zip(texts.ids, texts.lengths.tolist(), strict=True)]
+    text = HeldOutText("novel", tuple(TextChunk("one", tuple(each), 9) for each in ids[:3]))
+    prompts = Prompts("copying", "copying@9", tuple(Request(tuple(each), 5) for each in ids[3:]))
+    heads = (headscan.Head(0, 1), headscan.Head(1, 5))
+    found = HeldOutLosses(lm, text, [prompts], 64).changes(Edits(heads, repair(lm, texts, heads)))
+
+    def loss(scored: int | None, chosen: list[list[int]]) -> float:
+        parts = []
+        for each in chosen:
+            predicted = lm.model(torch.tensor([each])).logits[0, :-1].log_softmax(-1)
+            parts.append(-predicted.gather(1, torch.tensor(each[1:])[:, None])[-(scored or len(each)) :, 0])
+        return float(torch.cat(parts).mean())
+
+    expected = {"text of novel": (None, ids[:3]), "copying@9": (5, ids[3:])}
+    assert list(found) == list(expected)
+    for task, (scored, chosen) in expected.items():
+        assert found[task].original == pytest.approx(loss(scored, chosen), rel=1e-4)
+        with headscan.intervene(lm, HeadMask(heads)):
+            assert found[task].masked == pytest.approx(loss(scored, chosen), rel=1e-4)
+        assert found[task].repaired != found[task].masked
+
+
+def test_bytes_count_the_layers_that_are_dropped(command: list[str], model_folder: Path, tmp_path: Path) -> None:
+    words = ["--kv-bytes", "KV", "--at", "100", "--method", "layer-drop", "--skip-verdict"]
+    whole = headscan.load(str(model_folder))
+    cache = 100 * cache_bytes(whole.model(IDS, use_cache=True).past_key_values) // IDS.shape[1]
+    words[1] = f"{cache // 3}B"
+    assert main([*without_tasks(command), *words]) == 0
+    smaller = headscan.load(str(tmp_path / "smaller"))
+    assert len({head.layer for head in smaller.grid.heads()}) == 1
+
+
+@pytest.fixture(scope="module")
+def many_kv_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model with 6 KV heads in each of 3 layers, which divisors of 6 remove in steps of 3, 1, 1 and 1."""
+    folder = tmp_path_factory.mktemp("many") / "many-kv-heads"
+    make_model("llama-mha", vocabulary=300).save_pretrained(folder)
+    make_tokenizer(300).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("size", [["--share", "0.55"], ["--kv-bytes", "KV", "--at", "100"]])
+def test_counts_that_divide_are_served_without_padding(
+    size: list[str], command: list[str], many_kv_heads: Path, tmp_path: Path
+) -> None:
+    whole = headscan.load(str(many_kv_heads))
+    cache = 100 * cache_bytes(whole.model(IDS, use_cache=True).past_key_values) // IDS.shape[1]
+    words = ["prune", str(many_kv_heads), *without_tasks(command)[2:], *size, "--skip-verdict", "--unit", "group"]
+    words = [f"{cache * 8 // 18}B" if word == "KV" else word for word in words]
+    assert main([*words, "--kv-counts", "divisors"]) == 0
+    lm = headscan.load(str(tmp_path / "smaller"))
+    counts = [site.num_key_value_heads for site in lm.grid.sites]
+    assert sum(counts) == 8 and set(counts) <= {0, 1, 2, 3, 6} and counts[0]
+    _, own, served = write_decilm(lm, tmp_path / "served").sizes
+    assert served.kv_heads == own.kv_heads == 8
+
+
+def test_a_share_below_the_smallest_step_is_refused(
+    command: list[str], many_kv_heads: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["prune", str(many_kv_heads), *without_tasks(command)[2:], "--unit", "group", "--kv-counts", "divisors"]
+    words += ["--method", "random", "--skip-verdict", "--share"]
+    assert main([*words, "0.1"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "10% with --kv-counts divisors removes 0 KV groups (limit 3, the smallest step of a layer)." in error
+
+
+@pytest.mark.slow
+def test_a_pruned_model_is_evaluated_and_pruned_again(
+    command: list[str], task_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = without_tasks(command)
+    assert main([*command, "--share", "0.2", "--skip-verdict"]) == 0
+    once = tmp_path / "smaller"
+    assert [run["kind"] for run in Store(tmp_path / "s.duckdb").runs()] == ["prune"]
+    assert "Not judged." in (once / "README.md").read_text()
+    heads = headscan.load(str(once)).grid.total_heads
+    again = ["prune", str(once), *command[2:], "--share", "0.2", "--skip-verdict", "--out", str(tmp_path / "twice")]
+    assert main(again) == 0
+    assert headscan.load(str(tmp_path / "twice")).grid.total_heads == heads - round(0.2 * heads)
+    asked = ["--tasks", "counting", "--include-path", str(task_folder), "--no-recall"]
+    store = ["--store", str(tmp_path / "s.duckdb"), "--device", "cpu"]
+    assert main(["evaluate", str(once), *asked, "--models", str(tmp_path / "twice"), *store]) == 0
+    assert "model twice " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--share", "0.99"], "--share 0.99 removes all"),
+        (["--share", "0.4", "--sequences", "2", "--repair", "o+v+down"], "calibration tokens of"),
+        (["--heads", "9:0"], "no head 9:0"),
+        (["--kv-bytes", "1KiB"], "--kv-bytes and --at go together"),
+        (["--kv-bytes", "1B", "--at", "1000"], "with one unit left). Raise --kv-bytes"),
+        (["--kv-bytes", "1B", "--at", "1000", "--unit", "head"], "single query heads free no KV cache"),
+        (["--mask", "absent"], "no mask absent"),
+        (["--heads", "0:1", "--unit", "group"], "--unit has no effect with --heads"),
+        (["--heads", "0:1", "--kv-counts", "divisors"], "--kv-counts has no effect with --heads"),
+        (["--share", "0.3", "--kv-counts", "divisors"], "--kv-counts divisors goes with --unit group: add it"),
+        (["--share", "0.2", "--method", "entropy"], "has no finished scan"),
+        (["--share", "0.2", "--tasks", "contin"], "did you mean counting"),
+        (["--share", "0.2", "--run", "abc"], "--run has no effect with --method damage: leave it out, or use a score"),
+        (["--share", "0.2", "--skip-verdict"], "--tasks has no effect with --skip-verdict"),
+        (["--share", "0.2", "--repair", "none", "--distill", "3"], "Repair a projection, too"),
+    ],
+)
+def test_bad_input_leaves_nothing_behind(
+    options: list[str], words: str, command: list[str], store: Store, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert main([*command, *options]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert words in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.duckdb"]
+
+
+def test_wrong_recall_settings_are_refused() -> None:
+    with pytest.raises(PruningError, match=r"^`prompts=12` \(limit a multiple of 8\)"):
+        RecallPrompts(prompts=12)
+    with pytest.raises(PruningError, match=r"^`weight=0` \(limit above 0\)"):
+        RecallPrompts(weight=0.0)
+
+
+def test_a_folder_in_use_is_refused_before_any_work(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "smaller").mkdir()
+    (tmp_path / "smaller" / "mine.txt").write_text("kept")
+    monkeypatch.setattr("headscan.runs.run_context.identify", None)
+    assert main([*command, "--share", "0.2"]) == 2
+    assert "smaller is not empty. Choose a new folder" in capsys.readouterr().err
+    assert (tmp_path / "smaller" / "mine.txt").read_text() == "kept"
+
+
+def test_texts_that_choose_and_texts_that_judge_share_no_document(spec: ModelSpec, corpus_folder: Path) -> None:
+    identity = identify(spec)
+    config = PruneTexts(CorpusSpec(str(corpus_folder)), sequences=12, max_tokens=32)
+    texts, held_out = read_texts(config, identity, 0)
+    assert len(texts.lengths) == 6 and len(held_out.chunks) == 6
+    chosen = {tuple(row[:n].tolist()) for row, n in zip(texts.ids, texts.lengths, strict=True)}
+    judging = {chunk.ids for chunk in held_out.chunks}
+    assert not chosen & judging
+    names = {chunk.document for chunk in held_out.chunks}
+    assert 1 < len(names) < len(list(corpus_folder.iterdir()))
+    one = PruneTexts(CorpusSpec(str(corpus_folder / "09.txt")), sequences=4, max_tokens=16)
+    texts, held_out = read_texts(one, identity, 32)
+    assert len(texts.lengths) == len(held_out.chunks) == 2
+    with pytest.raises(
+        PruningError, match=r"32 calibration tokens of .* \(limit 100, .* Set `sequences` to 14 or more"
+    ):
+        read_texts(one, identity, 100)
+
+
+def test_the_default_number_of_texts_follows_from_the_widest_repaired_projection(spec: ModelSpec) -> None:
+    identity = identify(spec)
+    config = PruneTexts(CorpusSpec("texts/"))
+    tokens = config.longest(identity)
+    assert config.half(tokens, 0) == config.half(tokens, 8 * tokens) == 64
+    assert config.half(tokens, 14336) == -(-8 * 14336 // tokens) > 64
+    assert replace(config, sequences=20).half(tokens, 14336) == 10
+
+
+def test_a_long_document_leaves_the_next_ones_to_the_other_half(spec: ModelSpec, tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number, words in enumerate((600, 60, 60, 60, 60, 60)):
+        (folder / f"{number}.txt").write_text(" ".join(f"{number}word{i}" for i in range(words)))
+    lines: list[str] = []
+    config = PruneTexts(CorpusSpec(str(folder)), sequences=2000, max_tokens=32)
+    texts, held_out = read_texts(config, identify(spec), 0, lines.append)
+    assert {chunk.document for chunk in held_out.chunks} == {f"{number}.txt" for number in range(1, 6)}
+    assert f"{len(texts.lengths)} texts from 1 document of" in lines[0] and "from 5 documents of" in lines[0]
+    with pytest.raises(PruningError, match="Choose a larger corpus"):
+        read_texts(config, identify(spec), texts.tokens + 1)

@@ -1,0 +1,60 @@
+"""Every declared criterion is implemented wherever its declaration says so, and documented."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from headscan.catalog import CRITERIA, SCORES
+from headscan.pruning.head_values import head_values
+from headscan.runs.head_orders import RUN_ORDERS, run_kind
+from headscan.steps.prune.calibration_texts import CalibrationTexts
+from headscan.steps.referee.run_referee import FAMILY_CHOICES, ChoiceJob, choose_heads, families
+from tests.instrument.pruning.texts import random_texts
+from tests.small_models import make_loaded
+
+REFEREE = (Path(__file__).parents[3] / "docs" / "referee.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("family", families(CRITERIA))
+def test_every_criterion_chooses_heads(family: tuple[str, ...]) -> None:
+    lm = make_loaded("llama")
+    texts = random_texts(lm, sequences=4, tokens=16)
+    count = lm.grid.total_heads // lm.grid.num_layers  # one layer has as many
+    calibration = CalibrationTexts("random", texts.ids.numpy(), texts.lengths.numpy())
+    job = ChoiceJob(calibration, family, (count,), prompts=calibration)
+    found = choose_heads(lm, job)
+    assert set(found) == set(family)
+    for name, choices in found.items():
+        assert len(set(choices[count])) == count, name
+
+
+def test_every_criterion_with_values_has_one_of_every_head() -> None:
+    lm = make_loaded("llama")
+    names = [name for name, declared in CRITERIA.items() if declared.by_value]
+    texts = random_texts(lm, sequences=4, tokens=16)
+    found = head_values(lm, texts, names, prompts=texts)
+    assert set(found) == set(names)
+    for name, values in found.items():
+        assert values.shape == lm.grid.shape and bool(values.isfinite().all()), name
+
+
+def test_every_criterion_of_a_run_has_an_order() -> None:
+    for name, declared in CRITERIA.items():
+        if declared.run is not None:
+            assert run_kind(name) == declared.run and declared.run in RUN_ORDERS, name
+
+
+def test_no_family_is_implemented_without_a_criterion() -> None:
+    declared = {criterion.family for criterion in CRITERIA.values()}
+    assert set(FAMILY_CHOICES) == declared
+
+
+def test_every_criterion_has_a_row() -> None:
+    rows = [line for line in REFEREE.splitlines() if line.startswith("| ")]
+    for name, declared in CRITERIA.items():
+        if name not in SCORES:
+            paper = re.search(r"\d{4}\.\d{5}", declared.source)
+            assert any(f"`{name}`" in row and (paper is None or paper[0] in row) for row in rows), name

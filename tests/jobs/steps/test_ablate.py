@@ -1,0 +1,330 @@
+"""The table of single heads equals one full forward per masked head, and runs few layers for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import headscan
+from headscan.ablation.collect_outputs import head_means, head_samples
+from headscan.ablation.intervention import ZERO, Replacement
+from headscan.architectures import HEADS
+from headscan.cluster.pool import Finished, InProcessPool, Task
+from headscan.engine.arms import BASELINE, mask_arm
+from headscan.errors import InterventionError, SequenceError
+from headscan.model_spec import ModelSpec
+from headscan.runs.model_identity import identify
+from headscan.settings.evaluation_settings import (
+    AblateConfig,
+    EvaluateConfig,
+    LossTexts,
+    RecallQuestions,
+    ReplacementConfig,
+    TaskConfig,
+)
+from headscan.steps.run_ablate import head_arms, run_ablate
+from headscan.steps.run_evaluation import run_evaluation
+from headscan.store.store import Store
+from headscan.store.tables import ALL_BUT_ONE, EACH
+from headscan.texts import CorpusSpec
+from headscan.texts.held_out_text import HeldOutText
+from headscan.texts.sequences import read_spread
+from headscan.texts.tasks import Questions
+from headscan.texts.token_requests import LogLikelihood, Request, input_key
+from headscan.verdicts.head_effects import HeadEffect, read_effects
+from tests.jobs.conftest import THREADS, make_tokenizer, naive_likelihood, run_on
+from tests.small_models import make_model
+from tests.stores import copy_store
+
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def on_text(spec: ModelSpec, corpus_folder: Path) -> AblateConfig:
+    texts = LossTexts(CorpusSpec(str(corpus_folder)), sequences=10, max_tokens=40)
+    return AblateConfig(EvaluateConfig(spec, TaskConfig(), batch_tokens=120), texts)
+
+
+@pytest.fixture(scope="module")
+def on_task(spec: ModelSpec, task_folder: Path) -> AblateConfig:
+    return AblateConfig(EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(task_folder))))
+
+
+def ablated(
+    lm: headscan.LoadedModel, heads: Iterable[tuple[int, int]], value: Replacement, request: Request
+) -> AbstractContextManager[object]:
+    return headscan.intervene(lm, headscan.HeadMask(heads, value), input_keys=[input_key(request.ids[:-1])])
+
+
+def oracle(
+    lm: headscan.LoadedModel, heads: Iterable[tuple[int, int]], requests: Mapping[str, Any], value: Replacement = ZERO
+) -> dict[str, LogLikelihood | str]:
+    """One full forward pass for each request, with heads ablated."""
+    found: dict[str, LogLikelihood | str] = {}
+    for name, request in requests.items():
+        with ablated(lm, heads, value, request):
+            found[name] = naive_likelihood(lm, request)
+    return found
+
+
+def loss(questions: Questions, answers: Mapping[str, LogLikelihood | str]) -> float:
+    return next(row["value"] for row in questions.grade(answers).results.to_pylist() if row["metric"] == "loss")
+
+
+def values_of(effects: Iterable[HeadEffect]) -> dict[tuple[int, int], float]:
+    return {(effect.layer, effect.head): effect.effect for effect in effects}
+
+
+def every_head() -> list[tuple[int, int]]:
+    return [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
+
+
+def questions_of(config: AblateConfig) -> Questions:
+    identity = identify(config.evaluation.model)
+    texts = config.texts
+    text = (
+        None
+        if texts is None
+        else HeldOutText.of_corpus(
+            texts.corpus, config.evaluation.model, sequences=texts.sequences, max_tokens=texts.max_tokens
+        )
+    )
+    return Questions(config.evaluation.tasks, None, identity, text)
+
+
+@pytest.mark.parametrize(
+    "value", ["zero", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mean", "resample"))]
+)
+def test_losses_equal_a_full_forward_per_head(
+    on_text: AblateConfig, store: Store, pool: InProcessPool, value: str, corpus_folder: Path
+) -> None:
+    corpus = CorpusSpec(str(corpus_folder))
+    assert on_text.texts is not None
+    few = replace(on_text.texts, sequences=5)
+    by_value = {
+        "zero": ReplacementConfig(),
+        "mean": ReplacementConfig("mean", corpus, texts=5),
+        "resample": ReplacementConfig("resample", corpus, samples=3),
+    }
+    config = replace(on_text, texts=few, replacement=by_value[value])
+    result = run_ablate(config, run_on(pool, store))
+    lm, questions = pool._model(), questions_of(config)
+    replacement: Replacement = ZERO
+    if value != "zero":
+        longest = max(len(request.ids) - 1 for request in questions.requests.values())
+        tokenizer = identify(config.evaluation.model).tokenizer
+        if value == "mean":
+            texts = read_spread(corpus, tokenizer, 256, 5, shortest=16)
+            lengths = [len(text) for text in texts]
+            ids = np.zeros((len(texts), max(lengths)), dtype=np.int64)
+            for row, text in zip(ids, texts, strict=True):
+                row[: len(text)] = text.ids
+            replacement = head_means(lm, torch.tensor(ids), lengths)
+        else:
+            texts = read_spread(corpus, tokenizer, longest, 3, shortest=longest, mode="pack")
+            replacement = head_samples(lm, torch.tensor(np.array([text.ids for text in texts], dtype=np.int64)))
+    before = loss(questions, oracle(lm, [], questions.requests))
+    expected = {
+        head: loss(questions, oracle(lm, [head], questions.requests, replacement)) - before for head in every_head()
+    }
+    found = values_of(result.effects)
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert max(map(abs, found.values())) > 0.01
+    assert {(e.metric, e.replacement, e.mode, e.site, e.kv_head) for e in result.effects} == {
+        ("loss", value, EACH, "self", kv_head) for kv_head in {e.kv_head for e in result.effects}
+    }
+    assert result.effects[0].baseline == pytest.approx(before, abs=1e-5)
+    arms = store.query("select distinct kind, replacement from arms order by all").to_pylist()
+    assert arms == [{"kind": "baseline", "replacement": None}, {"kind": "mask", "replacement": value}]
+
+
+@pytest.mark.slow
+def test_answers_equal_a_full_forward_per_head(on_task: AblateConfig, store: Store, pool: InProcessPool) -> None:
+    said: list[str] = []
+    result = run_ablate(on_task, run_on(pool, store, say=said.append))
+    lm, questions = pool._model(), questions_of(on_task)
+    rows = store.query("from answers join arms using (arm_id) order by question").to_pylist()
+    stored = {
+        name: [x for row in rows if row["name"] == name for x in row["log_likelihoods"]]
+        for name in {row["name"] for row in rows}
+    }
+    graded = {}
+    for name, heads in {"baseline": [], **{f"head {x}:{y}": [(x, y)] for x, y in every_head()}}.items():
+        answers = questions.grade(oracle(lm, heads, questions.requests)).answers.to_pylist()
+        assert stored[name] == pytest.approx([x for row in answers for x in row["log_likelihoods"]], abs=1e-5)
+        graded[name] = np.mean([row["correct"] for row in answers])
+    assert values_of(result.effects) == pytest.approx(
+        {(x, y): graded[f"head {x}:{y}"] - graded["baseline"] for x, y in every_head()}
+    )
+    assert {(effect.metric, effect.n) for effect in result.effects} == {("accuracy", 12)}
+    assert not any(line.startswith("head") for line in said), "no line for every head"
+    assert store.query("from arm_verdicts").num_rows == 0
+    assert store.query("select kind, status from runs").to_pylist() == [{"kind": "ablate", "status": "finished"}]
+
+
+@pytest.mark.slow
+def test_layers_are_reduced_to_the_head_that_one_half_prefers(
+    on_text: AblateConfig, store: Store, pool: InProcessPool
+) -> None:
+    config = replace(on_text, modes=(EACH, ALL_BUT_ONE))
+    result = run_ablate(config, run_on(pool, store))
+    assert [effect for effect in result.effects if effect.mode == EACH] == read_effects(store, result.run_id)
+    found = [effect for effect in result.effects if effect.mode == ALL_BUT_ONE]
+    assert [effect.layer for effect in found] == list(range(LAYERS))
+    assert all(effect.confirmed for effect in found)
+    lm, questions = pool._model(), questions_of(config)
+    text = questions._text
+    assert text is not None
+    documents = sorted({p.document for p in text.chunks}, key=lambda name: _md5(_sha256(name)))
+    chooses = set(documents[1::2])
+
+    def part(heads: Iterable[tuple[int, int]], *, choosing: bool) -> float:
+        rows = [p for p in text.chunks if (p.document in chooses) == choosing]
+        of_part = oracle(lm, heads, {str(n): p.request for n, p in enumerate(rows)})
+        nats = sum(answer.log_likelihood for answer in of_part.values())  # type: ignore[union-attr]
+        return -nats / sum(len(p.ids) - 1 for p in rows)
+
+    for effect in found:
+        others = {head: [(effect.layer, other) for other in range(HEADS) if other != head] for head in range(HEADS)}
+        best = min(others, key=lambda head: part(others[head], choosing=True))
+        judged = part(others[best], choosing=False) - part([], choosing=False)
+        assert (effect.head, effect.effect) == (best, pytest.approx(judged, abs=1e-5))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _md5(text: str) -> str:
+    return hashlib.md5(text.encode()).hexdigest()
+
+
+class _FailingPool(InProcessPool):
+    """A pool that fails after some results."""
+
+    def __init__(self, spec: ModelSpec, results: int) -> None:
+        super().__init__(spec, THREADS)
+        self.left = results
+
+    def map(self, task: Task[Any, Any], items: Iterable[Any]) -> Iterator[Finished[Any, Any]]:
+        for finished in super().map(task, items):
+            if getattr(task, "__name__", "") == "answer_item":
+                self.left -= 1
+                if self.left < 0:
+                    raise KeyboardInterrupt
+            yield finished
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_and_gives_the_same_rows(on_text: AblateConfig, store: Store, empty_store: Path) -> None:
+    whole = Store(copy_store(empty_store, store.path.with_name("whole.duckdb")))
+    expected = run_ablate(on_text, run_on(InProcessPool(on_text.evaluation.model, THREADS), whole))
+    with pytest.raises(KeyboardInterrupt):
+        run_ablate(on_text, run_on(_FailingPool(on_text.evaluation.model, 2), store))
+    assert store.query("from head_effects").num_rows == 0
+    finished = store.query("select count(*) as n from arms where status = 'finished'").to_pylist()[0]["n"]
+    answered = store.query("select count(distinct arm_id) as n from responses").to_pylist()[0]["n"]
+    assert finished + answered > 0 and finished < 1 + LAYERS * HEADS
+    assert run_ablate(on_text, run_on(InProcessPool(on_text.evaluation.model, THREADS), store)) == expected
+    query = "from head_effects order by all"
+    assert store.query(query).to_pylist() == whole.query(query).to_pylist()
+    shown = store.query("select layer, head, significant from effect_summary").to_pylist()
+    assert {(row["layer"], row["head"]): row["significant"] for row in shown} == {
+        (effect.layer, effect.head): effect.significant for effect in expected.effects
+    }
+    assert len(shown) == LAYERS * HEADS
+
+
+@pytest.mark.slow
+def test_the_table_costs_less_than_065_masked_evaluations_per_head(
+    tmp_path: Path, task_folder: Path, store: Store, empty_store: Path
+) -> None:
+    """The layers that run, in tokens, of a model with the shape of the demo: 6 layers of 8 heads."""
+    layers, heads = 6, 8
+    model = make_model("llama", vocabulary=300)
+    config = model.config
+    config.update({"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 4, "head_dim": 4})
+    config.layer_types = None
+    folder = tmp_path / "deep"
+    type(model)(config).save_pretrained(folder)
+    make_tokenizer(300).save_pretrained(folder)
+    spec = ModelSpec(str(folder))
+    evaluation = EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(task_folder)), recall=None)
+    table = _work(spec, lambda pool: run_ablate(AblateConfig(evaluation), run_on(pool, store)))
+    other = Store(copy_store(empty_store, tmp_path / "other.duckdb"))
+    both = _work(spec, lambda pool: run_evaluation(evaluation, run_on(pool, other), [BASELINE, mask_arm([(0, 0)])]))
+    masked = both / 2  # the mask of a head in the first layer shares nothing with the baseline
+    assert table <= 0.65 * layers * heads * masked
+
+
+def _work(spec: ModelSpec, run: Any) -> int:
+    """Return the tokens that all layers together computed."""
+    pool, found = InProcessPool(spec, THREADS), [0]
+
+    def count(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        found[0] += hidden.shape[0] * hidden.shape[1]
+
+    lm = pool._model()
+    for site in lm.grid.sites:
+        lm.module(site.path).register_forward_pre_hook(count, with_kwargs=True)
+    run(pool)
+    return found[0]
+
+
+@pytest.mark.slow
+def test_another_value_is_another_run_with_other_arms(
+    on_text: AblateConfig, store: Store, pool: InProcessPool, corpus_folder: Path
+) -> None:
+    mean = replace(on_text, replacement=ReplacementConfig("mean", CorpusSpec(str(corpus_folder)), texts=5))
+    runs = [run_ablate(config, run_on(pool, store)) for config in (on_text, mean)]
+    assert runs[0].run_id != runs[1].run_id
+    assert values_of(runs[0].effects) != values_of(runs[1].effects)
+    (arm,) = store.query("select * from arms where name like 'head 1:2 by mean %'").to_pylist()
+    texts = json.loads(arm["config"])["replacement_texts"]
+    assert texts["texts"] == 5 and texts["corpus"] == str(corpus_folder)
+
+
+def test_bad_settings_name_their_fix(on_text: AblateConfig, on_task: AblateConfig, tmp_path: Path) -> None:
+    with pytest.raises(InterventionError, match=r"`kind=mean` needs texts: no corpus\. Set `corpus`"):
+        ReplacementConfig("mean")
+    with pytest.raises(InterventionError, match="`corpus` has no effect with `kind=zero`"):
+        ReplacementConfig("zero", CorpusSpec("texts/"))
+    with pytest.raises(InterventionError, match=r"`kind='median'` is unknown"):
+        ReplacementConfig("median")  # type: ignore[arg-type]
+    with pytest.raises(InterventionError, match=r"`samples=1` \(limit 2\)"):
+        ReplacementConfig(samples=1)
+    with pytest.raises(InterventionError, match="neither tasks nor texts"):
+        replace(on_text, texts=None)
+    with pytest.raises(InterventionError, match="tasks and texts"):
+        replace(on_task, texts=on_text.texts)
+    with pytest.raises(InterventionError, match=r"^`evaluation\.recall` has no effect on single heads: leave it out$"):
+        replace(on_task, evaluation=replace(on_task.evaluation, recall=RecallQuestions((64,))))
+    text = HeldOutText.of_corpus(CorpusSpec("python-stdlib"), on_text.evaluation.model, sequences=2, max_tokens=32)
+    with pytest.raises(InterventionError, match=r"^`evaluation\.text` has no effect on single heads: leave it out, or"):
+        replace(on_text, evaluation=replace(on_text.evaluation, text=text))
+    with pytest.raises(InterventionError, match=r"`modes='some'` is unknown. Choose each or all_but_one"):
+        replace(on_text, modes=("some",))  # type: ignore[arg-type]
+    with pytest.raises(InterventionError, match="`modes='each'` is no tuple"):
+        replace(on_text, modes="each")  # type: ignore[arg-type]
+    with pytest.raises(SequenceError, match=r"`max_tokens=5000` \(limit \d+ positions of"):
+        HeldOutText.of_corpus(CorpusSpec("python-stdlib"), on_text.evaluation.model, max_tokens=5000)
+
+
+def test_arms_cover_every_head_once(pool: InProcessPool) -> None:
+    grid = pool._model().grid
+    arms = head_arms(grid, ALL_BUT_ONE)
+    for arm in arms:
+        place = dict(arm.details)
+        kept = {(place["layer"], head) for head in range(HEADS)} - set(arm.fixed_heads or ())
+        assert kept == {(place["layer"], place["head"])}
+    assert len({arm.name for arm in arms}) == LAYERS * HEADS

@@ -1,0 +1,342 @@
+"""Stopped arms resume, and end with the numbers of an undisturbed run."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+
+import headscan
+from headscan.cluster.placements import WholePlacement
+from headscan.cluster.pool import IncompleteError, InProcessPool
+from headscan.cluster.ray_pool import RayPool
+from headscan.engine import shared_row_likelihood
+from headscan.engine.arms import BASELINE, Arm, mask_arm
+from headscan.engine.bundles import BUNDLE_SIZE, BundleItem
+from headscan.errors import NotFiniteError, StoreFullError
+from headscan.layers.shared_rows import read_shared_row
+from headscan.model_spec import ModelSpec
+from headscan.settings.evaluation_settings import EvaluateConfig, TaskConfig
+from headscan.steps.run_evaluation import run_evaluation
+from headscan.store.records import ArmKind
+from headscan.store.store import Store
+from headscan.texts.token_requests import ScoringItem
+from tests.jobs.conftest import THREADS, make_tokenizer, run_on
+from tests.small_models import make_model
+from tests.stores import copy_store
+
+#: The first two are answered together.
+ARMS = [
+    BASELINE,
+    mask_arm([(2, 1), (2, 3)]),
+    Arm("rule", ArmKind.RULE, headscan.HeadRule("output_norm_ln", 0.9), "output_norm_ln"),
+]
+#: Of each arm: three to each of six questions, and six texts.
+REQUESTS = 3 * 6 + 6
+
+
+@pytest.fixture(scope="module")
+def config(spec: ModelSpec, task_folder: Path) -> EvaluateConfig:
+    tasks = TaskConfig(("counting", "telling"), include_path=str(task_folder), limit=6)
+    return EvaluateConfig(spec, tasks, recall=None, batch_tokens=50)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def arms_of(item: ScoringItem[Any]) -> int:
+    return len(item.interventions) if isinstance(item, BundleItem) else 1
+
+
+class CountingPool(InProcessPool):
+    """Counts the items of each arm, and calls a function of the test before each item's answers."""
+
+    def __init__(self, spec: ModelSpec, before: Callable[[int], None] = lambda items: None) -> None:
+        super().__init__(spec, THREADS)
+        self.items = self.asked = 0
+        self._before = before
+
+    def map(self, task, items):  # type: ignore[no-untyped-def]
+        for finished in super().map(task, items):
+            if isinstance(finished.item, ScoringItem):
+                self._before(self.items)
+                self.items += 1
+                self.asked += arms_of(finished.item) * len(finished.item.requests)
+            yield finished
+
+
+def answers(store: Store) -> list[pa.Table]:
+    """Everything that the arms of a store with one run came to."""
+    return [
+        store.query(f"select * exclude ({left_out}) from {table} join arms using (arm_id) order by all")
+        for table, left_out in (
+            ("answers", "started_at, finished_at, arm_id, run_id"),
+            ("arm_results", "started_at, finished_at, arm_id, run_id"),
+        )
+    ]
+
+
+def run(config: EvaluateConfig, store: Store, pool: CountingPool, **options: Any) -> str:
+    return run_evaluation(config, run_on(pool, store, **options), ARMS)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config: EvaluateConfig, tmp_path_factory: pytest.TempPathFactory) -> Store:
+    store = Store(tmp_path_factory.mktemp("whole") / "s.duckdb")
+    pool = CountingPool(config.model)
+    run(config, store, pool)
+    assert pool.items > 10
+    return store
+
+
+def written(store: Store) -> int:
+    """Stored requests of all arms."""
+    rows = store.query(
+        "select (select count(*) from responses) as some, (select count(*) from arms where status = 'finished') as all"
+    ).to_pylist()[0]
+    return rows["some"] + REQUESTS * rows["all"]
+
+
+def resumes(config: EvaluateConfig, store: Store, undisturbed: Store) -> None:
+    """Only missing requests are answered, and the result equals that of an undisturbed run."""
+    before = written(store)
+    assert 0 < before < REQUESTS * len(ARMS)
+    pool = CountingPool(config.model)
+    run(config, store, pool)
+    assert pool.asked == REQUESTS * len(ARMS) - before
+    for ours, whole in zip(answers(store), answers(undisturbed), strict=True):
+        assert ours.equals(whole)
+    assert store.query("from responses").num_rows == 0
+    assert store.runs("evaluate")[0]["status"] == "finished"
+
+
+def dying(after: int) -> Callable[[int], None]:
+    def die(items: int) -> None:
+        if items == after:
+            raise Interrupted
+
+    return die
+
+
+@pytest.mark.slow
+def test_a_run_resumes_after_its_replicas_fail(config: EvaluateConfig, store: Store, undisturbed: Store) -> None:
+    pool = CountingPool(config.model, dying(5))
+    with pytest.raises(Interrupted):
+        run(config, store, pool)
+    assert written(store) == pool.asked  # no answer is lost
+    resumes(config, store, undisturbed)
+
+
+class LosingPool(CountingPool):
+    """A pool that gives up the fourth item, as Ray pools do after failures."""
+
+    def map(self, task, items):  # type: ignore[no-untyped-def]
+        lost = []
+        for finished in super().map(task, items):
+            if isinstance(finished.item, ScoringItem) and self.items == 4:
+                self.asked -= arms_of(finished.item) * len(finished.item.requests)
+                lost.append(finished.item)
+            else:
+                yield finished
+        if lost:
+            raise IncompleteError(lost, "3 workers failed on it")
+
+
+@pytest.mark.slow
+def test_a_run_with_abandoned_requests_fails_and_resumes(
+    config: EvaluateConfig, store: Store, undisturbed: Store
+) -> None:
+    pool = LosingPool(config.model)
+    with pytest.raises(IncompleteError, match=r"^[^;]*, requests \d+: 3 workers failed on it\. All others are done"):
+        run(config, store, pool)
+    assert written(store) == pool.asked
+    assert [run["status"] for run in store.runs("evaluate")] == ["failed"]
+    resumes(config, store, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_after_its_first_arm(config: EvaluateConfig, store: Store, undisturbed: Store) -> None:
+    def leave(line: str) -> None:
+        if line.startswith("baseline: acc"):
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        run(config, store, CountingPool(config.model), say=leave)
+    assert store.query("from arms where status = 'finished'").num_rows == 1
+    resumes(config, store, undisturbed)
+
+
+def test_a_run_resumes_after_its_process_is_killed(
+    config: EvaluateConfig, store: Store, tmp_path: Path, undisturbed: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = Store(tmp_path / "left.duckdb")
+
+    def copy(items: int) -> None:
+        """The rows that a killed process leaves behind: those stored before the kill."""
+        monkeypatch.setattr("headscan.engine.answering._SECONDS_BETWEEN_WRITES", 0.0 if items == 6 else 1e9)
+        if items == 9:
+            shutil.copy(store.path, left.path)
+
+    run(config, store, CountingPool(config.model, copy))
+    resumes(config, left, undisturbed)
+
+
+def test_finished_arms_are_not_run_again(config: EvaluateConfig, tmp_path: Path, undisturbed: Store) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    copy_store(undisturbed.path, store.path)
+    said: list[str] = []
+    pool = CountingPool(config.model)
+    run(config, store, pool, say=said.append)
+    assert said == [f"{arm.name}: finished before" for arm in ARMS]
+    assert pool.asked == 0
+
+
+def test_other_settings_are_another_run_and_named(config: EvaluateConfig, store: Store, undisturbed: Store) -> None:
+    with pytest.raises(Interrupted):
+        run_evaluation(config, run_on(CountingPool(config.model, dying(3)), store), ARMS[:1])
+    (first,) = [run["run_id"] for run in store.runs("evaluate")]
+    said: list[str] = []
+    other = dataclasses.replace(config, batch_tokens=5000, tasks=dataclasses.replace(config.tasks, limit=5))
+    second = run_evaluation(other, run_on(CountingPool(config.model), store, say=said.append), ARMS[:1])
+    (line,) = (line for line in said if first in line)
+    assert line.startswith(
+        f"questions, limit, batch_tokens, requests changed since run {first} (failed). A new run begins"
+    )
+    assert second != first
+    # The digits of another budget are others, the answers are not.
+    rows = "from answers join arms using (arm_id) where run_id = ? and name = 'baseline' and question < 5 order by all"
+    theirs = undisturbed.query(rows, [undisturbed.runs("evaluate")[0]["run_id"]]).to_pylist()
+    for ours, whole in zip(store.query(rows, [second]).to_pylist(), theirs, strict=True):
+        assert ours["log_likelihoods"] == pytest.approx(whole["log_likelihoods"], abs=1e-4)
+        assert ours["response"] == whole["response"]
+
+
+def test_a_failed_write_does_not_hide_what_stopped_a_run(
+    config: EvaluateConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: object) -> None:
+        raise StoreFullError("no space left on its device")
+
+    monkeypatch.setattr(store, "add_responses", full)
+    with pytest.raises(Interrupted):
+        run(config, store, CountingPool(config.model, dying(3)))
+
+
+class ShufflingPool(InProcessPool):
+    """Results come in another order, and items and results by way of pickle, as from other processes."""
+
+    def map(self, task, items):  # type: ignore[no-untyped-def]
+        sent = pickle.loads(pickle.dumps(list(items)))
+        Random(0).shuffle(sent)
+        for finished in super().map(task, sent):
+            yield pickle.loads(pickle.dumps(finished))
+
+
+@pytest.mark.slow
+def test_the_order_in_which_results_come_changes_no_digit(
+    config: EvaluateConfig, store: Store, undisturbed: Store
+) -> None:
+    run_evaluation(config, run_on(ShufflingPool(config.model, THREADS), store), ARMS)
+    for ours, whole in zip(answers(store), answers(undisturbed), strict=True):
+        assert ours.equals(whole)
+
+
+class PacedPool(InProcessPool):
+    """Reports so many seconds for each item, and notes the number of its arms."""
+
+    def __init__(self, spec: ModelSpec, seconds: float) -> None:
+        super().__init__(spec, THREADS)
+        self._seconds = seconds
+        self.arms: list[int] = []
+
+    def map(self, task, items):  # type: ignore[no-untyped-def]
+        for finished in super().map(task, items):
+            if isinstance(finished.item, ScoringItem):
+                self.arms.append(arms_of(finished.item))
+            yield dataclasses.replace(finished, seconds=self._seconds)
+
+
+def test_slow_arms_are_answered_in_small_bundles(spec: ModelSpec, task_folder: Path, tmp_path: Path) -> None:
+    """A stop loses one bundle, and progress is printed when one ends; the size of bundles changes no digit."""
+    tasks = TaskConfig(("counting",), include_path=str(task_folder), limit=6)
+    config = EvaluateConfig(spec, tasks, recall=None, batch_tokens=50)
+    arms = [BASELINE, *(mask_arm([(2, head), (1, other)]) for head in range(6) for other in range(2))]
+    sizes, stores = [], []
+    for seconds in (1e-6, 60.0):
+        pool, store = PacedPool(spec, seconds), Store(tmp_path / f"{seconds}.duckdb")
+        run_evaluation(config, run_on(pool, store), arms)
+        sizes.append(pool.arms)
+        stores.append(store)
+    assert sizes[0][0] == BUNDLE_SIZE and max(sizes[0]) == len(arms)
+    assert max(sizes[1]) == BUNDLE_SIZE
+    for fast, slow in zip(*map(answers, stores), strict=True):
+        assert fast.equals(slow)
+
+
+@pytest.mark.slow
+def test_two_replicas_on_ray_give_every_digit_of_one_in_process(
+    config: EvaluateConfig, store: Store, undisturbed: Store
+) -> None:
+    with RayPool(config.model, WholePlacement(2, "cpu", 1)) as pool:
+        run_evaluation(config, run_on(pool, store), ARMS)
+    for ours, whole in zip(answers(store), answers(undisturbed), strict=True):
+        assert ours.equals(whole)
+
+
+def test_a_model_that_cannot_continue_a_prefix_is_reported(task_folder: Path, tmp_path: Path) -> None:
+    make_model("jamba", vocabulary=300).save_pretrained(tmp_path / "jamba")
+    make_tokenizer(300).save_pretrained(tmp_path / "jamba")
+    spec = ModelSpec(str(tmp_path / "jamba"))
+    config = EvaluateConfig(spec, TaskConfig(("few",), include_path=str(task_folder)), recall=None)
+    said: list[str] = []
+    run_evaluation(config, run_on(CountingPool(spec), Store(tmp_path / "s.duckdb"), say=said.append), ARMS[:1])
+    assert "prompts are read whole: continuing from a cached prefix changes the hidden states of this model" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [None, False])
+def test_in_half_precision_a_rule_that_ablates_nothing_changes_no_digit(
+    share: bool | None, config: EvaluateConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = dataclasses.replace(config.model, dtype="bfloat16")
+    idle = Arm("rule", ArmKind.RULE, headscan.HeadRule("output_norm", -1.0), "output_norm")
+    tasks = dataclasses.replace(config.tasks, num_fewshot=4)
+    half = dataclasses.replace(config, model=spec, tasks=tasks, batch_tokens=2000, share_prefixes=share)
+    rows = []
+    monkeypatch.setattr(
+        shared_row_likelihood,
+        "read_shared_row",
+        lambda *args, **limits: rows.append(args) or read_shared_row(*args, **limits),
+    )
+    run_evaluation(half, run_on(CountingPool(spec), store), [BASELINE, idle])
+    assert bool(rows) == (share is None)
+    of_baseline, of_rule = (
+        store.query(
+            "select answers.* exclude (arm_id) from answers join arms using (arm_id) where name = ? order by all",
+            [name],
+        )
+        for name in ("baseline", "rule")
+    )
+    assert of_baseline.num_rows > 0 and of_baseline.equals(of_rule)
+
+
+def test_an_arm_with_nan_answers_is_named_and_the_others_stay(config: EvaluateConfig, store: Store) -> None:
+    pool = CountingPool(config.model)
+    with torch.no_grad():  # the three heads of a KV head come to NaN, unless they are ablated
+        pool._model().model.model.layers[2].self_attn.v_proj.weight[0, 0] = float("nan")
+    arms = [BASELINE, mask_arm([(2, head) for head in range(3)])]
+    said: list[str] = []
+    counting = dataclasses.replace(config, tasks=dataclasses.replace(config.tasks, names=("counting",)))
+    with pytest.raises(NotFiniteError, match=r"1 of 2 arms .*: baseline"):
+        run_evaluation(counting, run_on(pool, store, say=said.append), arms)
+    assert [arm["name"] for arm in store.query("from arms where status = 'finished'").to_pylist()] == [arms[1].name]
+    assert store.runs("evaluate")[0]["status"] == "failed"

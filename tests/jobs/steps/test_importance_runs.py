@@ -1,0 +1,278 @@
+"""Importance runs from the command line to the store; interrupted ones resume."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import headscan
+from headscan.cli.main import main
+from headscan.cluster.placements import WholePlacement
+from headscan.cluster.pool import Pool, WorkError, open_pool
+from headscan.engine.arms import criterion_masks
+from headscan.errors import InterventionError, SelectionError, SequenceError, UnknownNameError
+from headscan.gradients.head_importance import default_loss
+from headscan.model_spec import ModelSpec
+from headscan.ranking.head_ranking import rank_importance
+from headscan.runs.head_orders import find_run, stored_orders
+from headscan.runs.model_identity import identify
+from headscan.runs.run_context import Run
+from headscan.settings.measure_settings import CorpusRunError, ImportanceConfig
+from headscan.steps import run_importance as importance_task
+from headscan.steps.run_corpus import CorpusRunResult
+from headscan.steps.run_importance import run_importance
+from headscan.store.store import Store
+from headscan.texts import CorpusSpec, TokenConfig, open_corpus, sequences
+from tests.jobs.cli.test_cli import fails
+from tests.jobs.conftest import THREADS, make_tokenizer
+from tests.small_models import make_model
+
+
+@pytest.fixture
+def config(spec: ModelSpec, corpus_folder: Path) -> ImportanceConfig:
+    plan = TokenConfig(40, mode="chunk", limit_sequences=12)
+    return ImportanceConfig(spec, CorpusSpec(str(corpus_folder)), plan, shard_size=6, batch_tokens=200)
+
+
+def run(config: ImportanceConfig, store: Store, placement: WholePlacement = THREADS) -> CorpusRunResult:
+    with Run(config.model, store, lambda model: open_pool(model, placement)) as of_model:
+        return run_importance(config, of_model)
+
+
+def refuse(_: ModelSpec) -> Pool:
+    raise AssertionError("no replica is needed")
+
+
+def rows(store: Store, run_id: str) -> list[dict]:
+    return store.query(
+        "select * exclude (run_id) from head_importance where run_id = ? order by site, sequence, layer, head", [run_id]
+    ).to_pylist()
+
+
+def test_rows_equal_the_librarys_numbers(config: ImportanceConfig, store: Store) -> None:
+    result = run(config, store)
+    assert not result.already_done and result.skipped == 0 and result.measured > 1
+    lm = headscan.load(config.model.source)
+    texts = list(sequences(open_corpus(config.corpus), identify(config.model).tokenizer, config.tokens))
+    found = store.query(
+        "select gate_gradient, token_gradient as importance, entropy from head_importance"
+        " order by sequence, layer, head"
+    ).to_pydict()
+    shape = (len(texts), *lm.grid.shape)
+    for row, text in enumerate(texts):
+        alone = headscan.importance(lm, torch.as_tensor(np.asarray(text.ids, np.int64))[None])
+        for name in ("gate_gradient", "importance", "entropy"):
+            ours = np.array(found[name]).reshape(shape)[row]
+            np.testing.assert_allclose(ours, alone[name][0].numpy(), rtol=2e-4, atol=1e-6)
+    run_row = store.resolve_run(result.run_id, "importance")
+    assert (run_row["status"], run_row["finished_shards"], run_row["config"]["reduction"]) == (
+        "finished",
+        result.measured,
+        "mean",
+    )
+    (counts,) = store.query("select sum(head_rows) as rows, sum(sequences) as texts from shards").to_pylist()
+    assert counts == {"rows": len(texts) * 18, "texts": len(texts)}
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_resumes_with_the_same_rows(
+    config: ImportanceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, store = Store(tmp_path / "whole.duckdb"), Store(tmp_path / "s.duckdb")
+    expected = run(config, whole)
+    measure, left = importance_task.head_gradients, [2]
+
+    def breaks(*args: object) -> dict[str, torch.Tensor]:
+        left[0] -= 1
+        if left[0] < 0:
+            raise SequenceError("made to fail")
+        return measure(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(importance_task, "head_gradients", breaks)
+        with pytest.raises(WorkError, match=r"shard \d+: made to fail"):
+            run(config, store)
+    assert [row["status"] for row in store.runs("importance")] == ["failed"]
+    assert store.query("from importance_summary").num_rows == 0
+    resumed = run(config, store)
+    assert resumed.run_id == expected.run_id
+    assert resumed.skipped >= 1 and resumed.skipped + resumed.measured == expected.measured
+    assert rows(store, resumed.run_id) == rows(whole, expected.run_id)
+    assert run_importance(config, Run(config.model, store, refuse)) == CorpusRunResult(resumed.run_id, True)
+
+
+@pytest.mark.slow
+def test_another_reduction_is_another_run(config: ImportanceConfig, store: Store) -> None:
+    mean, total = run(config, store), run(replace(config, reduction="sum"), store)
+    assert mean.run_id != total.run_id
+    values = [np.array([row["gate_gradient"] for row in rows(store, each.run_id)]) for each in (mean, total)]
+    tokens = store.query("select sequence, any_value(tokens) as tokens from sequences group by all order by all")
+    factor = np.repeat(tokens["tokens"].to_numpy() - 1, 18)
+    np.testing.assert_allclose(values[1], values[0] * factor, rtol=1e-4, atol=1e-6)
+
+
+def test_recall_prompts_follow_the_texts_and_leave_their_numbers(
+    config: ImportanceConfig, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The texts' rows and scores are those of a run without prompts; importance_recall takes the prompts in."""
+    config = replace(config, tokens=TokenConfig(200, mode="chunk", limit_sequences=6), shard_size=4)
+    alone = run(config, store).run_id
+    with pytest.raises(SelectionError, match="it measured no recall prompts"):
+        rank_importance(store, alone, "importance_recall")
+    both = run(replace(config, recall_prompts=4), store).run_id
+    assert both != alone and run(replace(config, recall_prompts=4), store).already_done
+    texts = rows(store, alone)
+    assert rows(store, both)[: len(texts)] == texts
+    prompts = store.query(
+        "SELECT sequence, document, shard, tokens, recall_task FROM sequences WHERE run_id = ? AND recall_task IS NOT"
+        " NULL ORDER BY sequence",
+        [both],
+    ).to_pylist()
+    of_texts = store.query(
+        "SELECT max(sequence) + 1 AS sequence, max(document) + 1 AS document, max(shard) + 1 AS shard FROM sequences"
+        " WHERE run_id = ?",
+        [alone],
+    ).to_pylist()
+    assert {name: prompts[0][name] for name in of_texts[0]} == of_texts[0]
+    assert [row["recall_task"] for row in prompts] == ["needle@199"] * 4 + ["copying@199"] * 4
+    assert {row["tokens"] for row in prompts} == {200}
+    for name in ("importance", "importance_ln", "importance_entropy", "sequence_importance"):
+        # DuckDB adds the rows in any order, so the last bits of a mean differ.
+        heads, expected = (rank_importance(store, run_id, name) for run_id in (both, alone))
+        assert [(each.layer, each.head) for each in heads] == [(each.layer, each.head) for each in expected]
+        assert [each.value for each in heads] == pytest.approx([each.value for each in expected])
+
+    newest = run(replace(config, reduction="sum"), store).run_id
+    assert main(["rank", "--by", "importance_recall", "--store", str(store.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run_id"] == both
+    identity = identify(config.model)
+    assert find_run(store, identity, "importance_recall", None) == both
+    assert find_run(store, identity, "importance", None) == newest
+    order = [(head.layer, head.head) for head in rank_importance(store, both, "importance_recall")]
+    (mask,) = criterion_masks(store, both, "importance_recall", [0.5])
+    assert mask.fixed_heads is not None and set(mask.fixed_heads) == set(order[:9])
+    assert mask.name.startswith("mask importance_recall 50% of importance ")
+    assert stored_orders(store, identity, ["damage", "importance_recall"], None) == {"importance_recall": order}
+    with pytest.raises(UnknownNameError, match="score of masks by inactivity"):
+        criterion_masks(store, both, "importance_recall", [0.5], "inactive")
+    with pytest.raises(InterventionError, match=r"no finished importance of .* --recall-prompts 16` on it first"):
+        find_run(store, replace(identity, name="o", config_hash="o"), "importance_recall", None)
+
+
+def test_a_run_of_other_columns_is_not_taken_for_this_one(
+    config: ImportanceConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        other_columns = ("token_gradient", "gate_gradient", "entropy")
+        patch.setattr("headscan.steps.run_importance.MEASURED", other_columns)
+        older = run(config, store)
+    assert run(config, store).run_id != older.run_id
+
+
+def test_memory_that_runs_out_halves_batches(
+    config: ImportanceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = [Store(tmp_path / f"{i}.duckdb") for i in range(2)]
+    expected = run(config, stores[0])
+    measure = importance_task.head_gradients
+
+    def small(lm, loss):
+        if len(loss.lengths) > 1:
+            raise torch.OutOfMemoryError("made to fail")
+        return measure(lm, loss)
+
+    monkeypatch.setattr(importance_task, "head_gradients", small)
+    run(config, stores[1])
+    found = [[row["gate_gradient"] for row in rows(store, expected.run_id)] for store in stores]
+    np.testing.assert_allclose(found[1], found[0], rtol=2e-4, atol=1e-6)
+
+
+def test_settings_out_of_range_are_named(config: ImportanceConfig) -> None:
+    with pytest.raises(CorpusRunError, match=r"`min_tokens=1` \(limit 2"):
+        replace(config, tokens=TokenConfig(40, min_tokens=1))
+    with pytest.raises(CorpusRunError, match=r"`shard_size=0` \(limit 1\)"):
+        replace(config, shard_size=0)
+    with pytest.raises(CorpusRunError, match="Choose mean or sum"):
+        replace(config, reduction="max")  # type: ignore[arg-type]
+
+
+def test_the_verb_measures_and_rank_reads(
+    spec: ModelSpec, corpus_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = str(tmp_path / "s.duckdb")
+    command = ["importance", spec.source, "--corpus", str(corpus_folder), "--max-tokens", "40", "--store", store]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "shards measured, 0 stored before" in printed
+    agreement = r"^{}, site self: orders of the heads by \d+ and by \d+ other sequences agree with Spearman -?\d\.\d\d"
+    for name in ("importance", "sequence_importance"):
+        assert re.search(agreement.format(name), printed, re.MULTILINE)
+    assert main(command) == 0
+    assert "is complete" in capsys.readouterr().out
+    assert main([*command, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    [row] = document["rows"]
+    assert row == {
+        "run_id": document["run_id"],
+        "already_done": True,
+        "measured": 0,
+        "skipped": 0,
+        "report": None,
+        "part": None,
+    }
+    assert [each["by"] for each in document["halves"]] == ["importance", "sequence_importance"]
+    assert main(["rank", "--by", "importance", "--store", store, "--limit", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:5] == ["rank", "layer", "head", "kv_head", "importance"] and len(lines) == 5
+    assert main(["status", "--store", store]) == 0
+    assert "importance" in capsys.readouterr().out
+
+
+def test_placements_by_ranges_are_refused(
+    spec: ModelSpec, corpus_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = str(tmp_path / "s.duckdb")
+    command = ["importance", spec.source, "--corpus", str(corpus_folder), "--max-tokens", "40", "--store", store]
+    fails(capsys, [*command, "--placement", "streamed"], "measure importance needs all layers of the model at once")
+
+
+def test_rank_names_the_verb_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str], config) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    with store.connect(create=True):
+        pass
+    fails(capsys, ["rank", "--by", "importance", "--store", str(store.path)], "Run `headscan importance` first")
+
+
+@pytest.mark.parametrize(("family", "sites"), [("bert", ["self"]), ("bart", ["cross", "encoder", "self"])])
+def test_encoders_and_encoder_decoders_have_rows_for_every_site(
+    family: str, sites: list[str], corpus_folder: Path, store: Store, tmp_path: Path
+) -> None:
+    folder = tmp_path / family
+    tokenizer = make_tokenizer(300)
+    tokenizer.mask_token = "</s>"
+    tokenizer.save_pretrained(folder)
+    make_model(family, vocabulary=300).save_pretrained(folder)
+    config = ImportanceConfig(ModelSpec(str(folder)), CorpusSpec(str(corpus_folder)), TokenConfig(40, mode="chunk"))
+    run_id = run(config, store).run_id
+    found = store.query(
+        "select site, count(*) as heads, min(importance) as least from importance_summary where run_id = ?"
+        " group by site order by site",
+        [run_id],
+    ).to_pylist()
+    assert [row["site"] for row in found] == sites
+    assert all(row["heads"] == 18 and row["least"] > 0 for row in found)
+    lm = headscan.load(folder).at(sites[0])
+    texts = list(sequences(open_corpus(config.corpus), identify(config.model).tokenizer, config.tokens))
+    ids = torch.as_tensor(np.asarray(texts[2].ids, np.int64))[None]
+    alone = headscan.importance(lm, ids, loss=default_loss(lm, ids, input_keys=[2]))
+    rows_of = store.query(
+        "select gate_gradient from head_importance where sequence = 2 and site = ? order by layer, head", [sites[0]]
+    )
+    ours = rows_of["gate_gradient"].to_numpy().reshape(lm.grid.shape)
+    np.testing.assert_allclose(ours, alone["gate_gradient"][0].numpy(), rtol=1e-3, atol=1e-6)

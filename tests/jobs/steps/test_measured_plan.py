@@ -1,0 +1,346 @@
+"""Plans by measured damage: budgets, loss limits, widths, the command line, and the bar on the demo model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import headscan
+from headscan.catalog import RECALL_FAMILIES, MassWidths
+from headscan.cli.main import main
+from headscan.cluster.pool import InProcessPool
+from headscan.demo import MODEL_FOLDER
+from headscan.engine.prompt_losses import ALL_KEYS, Losses, PromptPool, recall_prompts, text_prompts
+from headscan.errors import HeadscanError, SequenceError
+from headscan.kv.kept_keys import KeptKeys, Window
+from headscan.kv.kv_windows import KvWindows
+from headscan.model_spec import ModelSpec
+from headscan.models.loaded_model import LoadedModel
+from headscan.plans import PlanError, WindowHeads, WindowShare, load_plan, make_plan, random_plan
+from headscan.runs.run_context import ModelContext, Run
+from headscan.settings.evaluation_settings import RecallQuestions
+from headscan.settings.measure_settings import ScanConfig
+from headscan.settings.saving_settings import LossLimit, PlanConfig, RecallPrompts
+from headscan.steps.damage_measurement import DamagePool, Measurement
+from headscan.steps.run_plan import run_plan, smallest_windows
+from headscan.steps.run_scan import run_scan
+from headscan.store.store import Store
+from headscan.texts import CorpusSpec, TokenConfig, open_corpus, sequences
+from headscan.texts.recall_tasks import recall_questions
+from headscan.texts.token_requests import Request
+from tests.jobs.conftest import THREADS
+from tests.sources import SHARED
+
+SPEC = ModelSpec(str(MODEL_FOLDER), "float32")
+SMALL = PlanConfig(
+    SPEC,
+    CorpusSpec("python-stdlib-heldout"),
+    recents=(16,),
+    max_tokens=72,
+    sequences=4,
+    recall_prompts=8,
+    batch_tokens=2048,
+)
+BOOKS = SHARED / "corpora/gutenberg"
+
+
+@pytest.fixture(scope="module")
+def context():
+    with InProcessPool(SPEC, THREADS) as pool:
+        yield ModelContext(SPEC, lambda _: pool)
+
+
+def test_a_share_gives_windows_evidence_and_a_held_out_loss(context: ModelContext) -> None:
+    plan = run_plan(SMALL, context, WindowShare(0.5))
+    assert (plan.method, plan.budget.window_heads) == ("measured", 12)
+    assert all(head.evidence.damage is not None and head.evidence.damage.text is not None for head in plan.heads)
+    confirmed = [
+        head for head in plan.heads if head.evidence.damage and head.evidence.damage.confirmed_text is not None
+    ]
+    assert len(confirmed) == 8
+    assert plan.validation is not None and plan.validation["loss_increase"].keys() >= {"text"}
+    assert "on held-out prompts" in plan.notes[0]
+    assert plan.model.config_hash == context.identity.config_hash
+
+
+@pytest.mark.slow
+def test_a_loss_limit_gives_as_many_windows_as_it_allows(context: ModelContext) -> None:
+    config = PlanConfig(**{**vars(SMALL), "recall_prompts": 0})
+    counts = []
+    for limit in (1e-6, 0.05, 50.0):
+        plan = run_plan(config, context, LossLimit(limit))
+        counts.append(plan.budget.window_heads)
+        assert plan.validation is not None
+        assert plan.validation["max_loss"] == limit
+        measurement = Measurement.of(config, context)
+        full, windows = measurement.nats(measurement.ranking, [ALL_KEYS, KeptKeys.of_plan(plan)])["text"].mean(1)
+        assert windows - full <= limit
+    assert counts == sorted(counts)
+    assert counts[-1] == 24
+
+
+def test_the_other_methods_order_is_that_of_a_store(context: ModelContext, tmp_path: Path) -> None:
+    corpus = CorpusSpec("python-stdlib-heldout")
+    tokens = TokenConfig(96, mode="chunk", min_tokens=21, limit_sequences=3)
+    store = Store(tmp_path / "s.duckdb")
+    run_scan(
+        ScanConfig(SPEC, corpus, tokens, widths=MassWidths(4, 16), batch_tokens=2048),
+        Run(SPEC, store, lambda _: context.pool),
+    )
+    plan = make_plan(store, None, method="distant_mass", budget=WindowHeads(12), sink=4, recent=16)
+    texts = [each.ids.tolist() for each in sequences(open_corpus(corpus), context.identity.tokenizer, tokens)]
+    heads = [(head.layer, head.kv_head) for head in plan.heads]
+    needs = DamagePool(context.pool).needs([Request(tuple(ids), 1) for ids in texts], Window(4, 16), heads)
+    np.testing.assert_allclose(needs / needs.max(), [head.score for head in plan.heads], rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_plan_loses_no_more_than_the_other_methods_on_the_prompts_that_chose_it(context: ModelContext) -> None:
+    measurement = Measurement.of(SMALL, context)
+    order = measurement.distant_order(SMALL.windows[0])
+    assert order is not None and sorted(order) == sorted(measurement.heads)
+    for count in (9, 18):
+        plan = run_plan(SMALL, context, WindowHeads(count))
+        other = KeptKeys.of([(*head, SMALL.windows[0]) for head in order[:count]])
+        losses = measurement.nats(measurement.ranking, [KeptKeys.of_plan(plan), other])
+        assert all((nats[0] - nats[1]).mean() <= 1e-6 for nats in losses.values())
+        assert "sets of windows were measured with window masks" in plan.notes[1]
+
+
+#: Loss that each window adds to a request.
+AddedLoss = Callable[[Request], float]
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[AddedLoss], None]:
+    """Replace the losses of windows; the model gets every answer right."""
+
+    def install(added: AddedLoss) -> None:
+        def losses(_: PromptPool, requests: Sequence[Request], sets: Sequence[KeptKeys], __: KeptKeys) -> Losses:
+            nats = np.array([[len(kept.windows) * added(request) for request in requests] for kept in sets])
+            return Losses(nats, np.ones_like(nats))
+
+        monkeypatch.setattr(PromptPool, "losses", losses)
+
+    return install
+
+
+def test_recall_that_the_model_cannot_do_is_named(context: ModelContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headscan.engine.prompt_losses._ABLE", 1.1)
+    plan = run_plan(replace(SMALL, confirm=False), context, WindowShare(0.5))
+    assert plan.validation is not None and plan.validation["recall_unknown"] == list(RECALL_FAMILIES)
+    assert (
+        "Recall is unknown (needle, copying): their prompts were left out, so the windows may cost it" in plan.notes[0]
+    )
+    assert sum("is left out: the unchanged model gets" in note for note in plan.notes) == 2
+
+
+def test_held_out_prompts_decide_nothing(context: ModelContext, pretend: Callable[[AddedLoss], None]) -> None:
+    config = replace(SMALL, recall_prompts=0)
+    held_out = (
+        text_prompts(config.corpus, context.identity, config.max_tokens or 0, config.sequences, 20).halves()[1].requests
+    )
+    pretend(lambda request: 0.5 if request in held_out else 0.125)
+    plan = run_plan(config, context, LossLimit(1.0))
+    assert plan.budget.window_heads == 8
+    assert plan.validation is not None and plan.validation["loss_increase"] == {"text": 4.0}
+    assert "+4.0000 on text nats per token; this exceeds the limit of 1" in plan.notes[0]
+
+
+def test_each_recall_task_keeps_the_loss_limit(context: ModelContext, pretend: Callable[[AddedLoss], None]) -> None:
+    copied = 16
+    pretend(lambda request: 0.25 if request.scored_tokens == copied else -0.25)
+    plan = run_plan(SMALL, context, LossLimit(1.0))
+    assert plan.validation is not None
+    assert plan.validation["loss_increase"] == {"text": -1.0, "needle": -1.0, "copying": 1.0}
+    assert plan.budget.window_heads == 4
+
+
+def test_heads_get_windows_of_different_widths(context: ModelContext) -> None:
+    config = replace(SMALL, recents=(48, 16), recall_prompts=0, confirm=False)
+    plan = run_plan(config, context, WindowHeads(12))
+    measurement = Measurement.of(config, context)
+    damages = {window: measurement.damages(window)["text"] for window in config.windows}
+    chosen = smallest_windows({window: [values] for window, values in damages.items()})
+    assert {window.recent for window in chosen} == {16, 48}
+    for head, window, *values in zip(plan.heads, chosen, *damages.values(), strict=True):
+        damage = head.evidence.damage
+        assert damage is not None and damage.recent == window.recent
+        assert damage.text == pytest.approx(values[config.windows.index(window)])
+        assert head.recent == (window.recent if head.action == "window" else None)
+
+
+def test_damages_of_layers_are_those_of_masks_opened_by_hand(context: ModelContext) -> None:
+    config = replace(SMALL, sink=0, granularity="layer", confirm=False)
+    plan = run_plan(config, context, WindowShare(0.5))
+    measurement = Measurement.of(config, context)
+    lm, window = context.pool.one(lambda lm, _: lm, None), Window(0, 16)
+    found: dict[int, dict[str, list[float]]] = {layer: {} for layer in range(6)}
+    for prompts in measurement.ranking:
+        for ids, scored in prompts.requests:
+            full = _loss(lm, ids, scored, None)
+            for layer, damages in found.items():
+                kept = KeptKeys.of([(layer, kv_head, window) for kv_head in range(4)])
+                damages.setdefault(prompts.task, []).append(_loss(lm, ids, scored, kept) - full)
+    for head in plan.heads:
+        damages, damage = {task: np.mean(each) for task, each in found[head.layer].items()}, head.evidence.damage
+        assert damage is not None
+        assert damage.text == pytest.approx(damages.pop("text"), abs=2e-5)
+        assert damage.recall == pytest.approx(np.mean(list(damages.values())), abs=2e-5)
+    by_layer = [next(head for head in plan.heads if head.layer == layer) for layer in range(6)]
+    low = sorted(by_layer, key=lambda head: head.score)[:3]
+    assert {head.layer for head in low} == {layer for layer, _ in plan.window_heads}
+    assert plan.budget.window_heads == 12 and plan.granularity == "layer"
+    assert plan.calibration.kind == "damage" and {each.gate_points for each in plan.calibration.texts} == {()}
+
+
+@torch.no_grad()
+def _loss(lm: LoadedModel, ids: Sequence[int], scored: int, kept: KeptKeys | None) -> float:
+    tokens = torch.tensor([ids])
+    with nullcontext() if kept is None else headscan.intervene(lm, KvWindows(kept)):
+        log_probabilities = lm.model(tokens[:, :-1]).logits[0, -scored:].double().log_softmax(-1)
+    return -float(log_probabilities.gather(1, tokens[0, -scored:, None]).mean())
+
+
+def test_a_plan_by_layer_is_searched_and_limited_in_whole_layers(context: ModelContext) -> None:
+    config = replace(SMALL, granularity="layer", recall_prompts=0)
+    plan = run_plan(config, context, WindowShare(0.5))
+    assert "of 3 layers with windows are not among the lowest estimates" in plan.notes[1]
+    confirmed = {
+        head.layer for head in plan.heads if head.evidence.damage and head.evidence.damage.confirmed_text is not None
+    }
+    assert confirmed == set(range(6))
+    limited = run_plan(config, context, LossLimit(0.01))
+    for each in (plan, limited):
+        windowed = {layer for layer, _ in each.window_heads}
+        assert each.window_heads == [(layer, kv_head) for layer in sorted(windowed) for kv_head in range(4)]
+    measurement = Measurement.of(config, context)
+    full, windows = measurement.nats(measurement.ranking, [ALL_KEYS, KeptKeys.of_plan(limited)])["text"].mean(1)
+    assert windows - full <= 0.01 and 0 < len(limited.window_heads) < 24
+
+
+def test_lengths_above_the_context_are_refused(context: ModelContext) -> None:
+    limit = context.identity.max_tokens
+    assert limit is not None
+    with pytest.raises(SequenceError, match=rf"`max_tokens={limit + 1}` \(limit {limit} positions of .*\). Lower"):
+        replace(SMALL, max_tokens=limit + 1).longest(context.identity)
+    assert replace(SMALL, max_tokens=None).longest(context.identity) == min(limit, 1024)
+    unlimited = replace(context.identity, max_tokens=None)
+    assert replace(SMALL, max_tokens=5000).longest(unlimited) == 5000
+    assert replace(SMALL, max_tokens=None).longest(unlimited) == 1024
+
+
+def test_recall_prompts_are_no_questions_of_an_evaluation(context: ModelContext) -> None:
+    questions = recall_questions(context.identity.tokenizer, RecallQuestions((256,), 8), None, bos="auto")
+    asked = {request.ids for question in questions for request in question.requests}
+    prompts = [request.ids for each in recall_prompts(context.identity, 257, 8, 0) for request in each.requests]
+    assert len(prompts) == 16 and asked.isdisjoint(prompts)
+    assert {len(ids) for ids in prompts} == {257} == {len(ids) for ids in asked}
+    most = 2**32 - 1
+    for setting in (RecallQuestions, RecallPrompts, partial(PlanConfig, SMALL.model, SMALL.corpus)):
+        assert setting(seed=most).seed == most
+        with pytest.raises(HeadscanError, match=rf"^`seed={2**32}` \(limit below {2**32}\)\. Lower `seed`"):
+            setting(seed=2**32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"recents": ()}, "`recents` is empty"),
+        ({"recents": (0,)}, r"`recents=0` \(limit 1\)"),
+        ({"gates": ()}, "`gates` is empty"),
+        ({"sequences": 1}, "sequences=1"),
+        ({"recall_prompts": 12}, "recall_prompts=12"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        PlanConfig(**{**vars(SMALL), **changes})  # type: ignore[arg-type]
+
+
+def test_texts_shorter_than_the_window_are_refused(context: ModelContext) -> None:
+    with pytest.raises(HeadscanError, match=r"`max_tokens=72` \(at least 261"):
+        run_plan(PlanConfig(**{**vars(SMALL), "recents": (256,)}), context, WindowShare(0.5))
+
+
+def test_the_command_writes_a_plan_and_keeps_the_damages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, store = tmp_path / "plan.json", tmp_path / "s.duckdb"
+    words = "plan demo --method measured --corpus python-stdlib-heldout --max-tokens 64 --sequences 2 --recent 16"
+    more = ["--recall-prompts", "0", "--no-confirm", "--max-loss", "0.5", "--device", "cpu", "--out", str(out)]
+    main([*words.split(), *more, "--store", str(store)])
+    plan = load_plan(out)
+    assert plan.method == "measured" and plan.validation is not None
+    assert plan.validation["recall_unknown"] == list(RECALL_FAMILIES)
+    assert "Recall is unknown (needle, copying): no recall prompts were asked" in plan.notes[0]
+    assert "nats per token" in capsys.readouterr().out
+    (run,) = Store(store).runs()
+    assert (run["kind"], run["status"]) == ("plan", "finished")
+    assert "damage of a window on KV heads" in Store(store).query("FROM measured_units")["what"].to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("plan --method measured --corpus x", "--method measured and MODEL go together"),
+        ("plan some/model --method measured", "--method measured and --corpus go together"),
+        ("plan --max-loss 0.1", "--max-loss has no effect on --method distant_mass (only on measured): leave it out"),
+        ("plan --sequences 64", "--sequences has no effect on --method distant_mass"),
+        ("plan --no-confirm --method retrieval_score", "--no-confirm has no effect on --method retrieval_score"),
+        ("plan --seed 0", "--seed has no effect on --method distant_mass (only on measured, random)"),
+        ("plan --dtype float32", "--dtype has no effect on --method distant_mass"),
+        ("plan --device cpu --method random", "--device has no effect on --method random"),
+        ("plan demo --method measured --corpus x --run abc", "--run has no effect on --method measured"),
+        ("plan demo --method measured --corpus x --inverted", "--inverted has no effect on --method measured"),
+        ("plan --recent 16,64", "--recent with several widths"),
+    ],
+)
+def test_options_that_do_not_go_together(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(words.split())
+    except SystemExit as left:
+        code = left.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BOOKS.exists(), reason="the books are not there")
+def test_measured_plans_lose_less_than_plans_by_attention_and_random_ones(
+    context: ModelContext, tmp_path: Path
+) -> None:
+    """The bar: 0.6 x the text loss and 0.4 x the recall loss of distant_mass at 21 of 24; better than random always."""
+    corpus, identity = CorpusSpec(str(BOOKS)), context.identity
+    config = PlanConfig(SPEC, corpus, recents=(60,), max_tokens=512, sequences=32, batch_tokens=2048)
+    counts = (12, 18, 21)
+    store = Store(tmp_path / "s.duckdb")
+    tokens = TokenConfig(512, mode="chunk", min_tokens=65, limit_sequences=32)
+    run_scan(
+        ScanConfig(SPEC, corpus, tokens, widths=MassWidths(4, 60), batch_tokens=2048),
+        Run(SPEC, store, lambda _: context.pool),
+    )
+    names = ["measured", "distant_mass", *(f"random {seed}" for seed in range(5))]
+    plans = []
+    for count in counts:
+        measured = run_plan(config, context, WindowHeads(count))
+        distant = make_plan(store, None, method="distant_mass", budget=WindowHeads(count), sink=4, recent=60)
+        plans += [measured, distant, *(random_plan(measured, seed) for seed in range(5))]
+    prompts = [text_prompts(corpus, identity, 512, 32, 64), *recall_prompts(identity, 512, 32, 0)]
+    sets = [KeptKeys.of_plan(plan) for plan in plans]
+    found = {}
+    for each in prompts:
+        nats = PromptPool(context.pool, 2048).losses(each.halves()[1].requests, [ALL_KEYS, *sets]).nats
+        found[each.task] = (nats[1:] - nats[:1]).mean(1).reshape(len(counts), len(names))
+    for row, count in enumerate(counts):
+        for column, name in enumerate(names):
+            print(count, name, *(f"{task} {values[row, column]:+.4f}" for task, values in found.items()))
+    for task in ("text", "copying"):
+        assert (found[task][:, :1] < found[task][:, 2:]).all()
+    assert found["text"][2, 0] <= 0.6 * found["text"][2, 1]
+    assert found["copying"][2, 0] <= 0.4 * found["copying"][2, 1]

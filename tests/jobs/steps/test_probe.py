@@ -1,0 +1,211 @@
+"""Probes from the command line to the store; finished probes run nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import headscan
+from headscan.catalog import BEHAVIOURS
+from headscan.cli.main import main
+from headscan.cluster.placements import WholePlacement
+from headscan.cluster.pool import Pool, WorkError, open_pool
+from headscan.errors import ModelLoadError, SequenceError, StoreError, UnknownNameError
+from headscan.measure.behaviour_probes import Needle
+from headscan.measure.probe_settings import BehaviourProbe
+from headscan.model_spec import ModelSpec
+from headscan.runs.model_identity import identify
+from headscan.runs.run_context import Run
+from headscan.settings.measure_settings import ProbeConfig, ProbeError
+from headscan.steps.run_probe import NEEDLES, ProbeResult, default_lengths, run_probe
+from headscan.store.store import Store
+from headscan.texts import CorpusError, CorpusSpec
+from tests.jobs.cli.test_cli import fails
+from tests.jobs.conftest import THREADS
+from tests.small_models import make_model
+
+REPEATS = ("induction_score", "duplicate_token_score", "previous_token_score")
+
+
+@pytest.fixture
+def config(spec: ModelSpec, corpus_folder: Path) -> ProbeConfig:
+    settings = BehaviourProbe(sequences=2, tokens=10, lengths=(500, 600), depths=(0.0, 0.7))
+    return ProbeConfig(spec, (), CorpusSpec(str(corpus_folder)), settings, batch_tokens=1300)
+
+
+@pytest.fixture(scope="module")
+def bare_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without a tokenizer."""
+    folder = tmp_path_factory.mktemp("bare") / "bare-llama"
+    make_model("llama").save_pretrained(folder)
+    return folder
+
+
+def run(config: ProbeConfig, store: Store, placement: WholePlacement = THREADS) -> ProbeResult:
+    with Run(config.model, store, lambda model: open_pool(model, placement)) as of_model:
+        return run_probe(config, of_model)
+
+
+def refuse(_: ModelSpec) -> Pool:
+    raise AssertionError("no replica is needed")
+
+
+def values(store: Store, run_id: str, name: str) -> np.ndarray:
+    rows = store.query(f"select {name} from behaviour_summary where run_id = ? order by layer, head", [run_id])
+    return rows[name].to_numpy().reshape(3, 6)
+
+
+def test_rows_equal_the_instruments_scores(config: ProbeConfig, store: Store) -> None:
+    result = run(config, store)
+    assert not result.already_done
+
+    lm = headscan.load(config.model.source)
+    tokens = identify(config.model).tokenizer
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(tokens(text, add_special_tokens=False)["input_ids"])
+
+    haystack = [i for path in sorted(Path(config.corpus.name).iterdir()) for i in encode(path.read_text())]
+    needles = [Needle(encode(sentence), encode(cue)) for sentence, cue in NEEDLES]
+    alone = headscan.probe(lm, settings=config.probe, haystack=haystack, needles=needles)
+    assert list(alone) == list(BEHAVIOURS)
+    for name, expected in alone.items():
+        np.testing.assert_allclose(values(store, result.run_id, name), expected, rtol=1e-5, atol=1e-7, err_msg=name)
+    assert 0 < alone["retrieval_score"].max() < 1  # enough of it is hit by chance for the comparison to mean something
+
+    row = store.resolve_run(result.run_id, "probe")
+    assert (row["status"], row["num_layers"], row["num_heads"], row["bos_policy"]) == ("finished", 3, 6, "always")
+    assert row["config"]["lengths"] == [500, 600]
+    assert row["corpus_hash"].count("-") == 1
+
+
+def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: ProbeConfig, store: Store) -> None:
+    first = run(config, store)
+    assert run_probe(config, Run(config.model, store, refuse)) == ProbeResult(first.run_id, True)
+    settings = replace(config.probe, seed=1)
+    other = run(replace(config, probe=settings), store)
+    assert other.run_id != first.run_id
+    assert not np.array_equal(*(values(store, r.run_id, "induction_score") for r in (first, other)))
+    # What only decides prompts that are not asked for makes no other run.
+    few = replace(config, behaviours=("induction_score",))
+    alone = run(few, store)
+    longer = replace(few, probe=replace(config.probe, lengths=(700,)), corpus=CorpusSpec("python-stdlib"))
+    assert run_probe(longer, Run(config.model, store, refuse)) == ProbeResult(alone.run_id, True)
+    assert {r["kind"] for r in store.runs()} == {"probe"}
+
+
+def test_a_failed_probe_starts_over(config: ProbeConfig, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def breaks(*_: object) -> None:
+        raise SequenceError("made to fail")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("headscan.steps.run_probe.retrieval_scores", breaks)
+        with pytest.raises(WorkError, match="needles in 500 tokens: made to fail"):
+            run(config, store)
+    assert [r["status"] for r in store.runs("probe")] == ["failed"]
+    assert store.query("from head_behaviours").num_rows == 0
+    result = run(config, store)
+    assert [(r["run_id"], r["status"]) for r in store.runs("probe")] == [(result.run_id, "finished")]
+    assert store.query("from head_behaviours").num_rows == len(BEHAVIOURS) * 18
+
+
+def test_a_probe_whose_rows_cannot_be_written_has_failed(
+    config: ProbeConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*_: object) -> None:
+        raise StoreError("made to fail")
+
+    monkeypatch.setattr(Store, "add_behaviours", breaks)
+    with pytest.raises(StoreError, match="made to fail"):
+        run(replace(config, behaviours=("induction_score",)), store)
+    assert [r["status"] for r in store.runs("probe")] == ["failed"]
+
+
+def test_a_model_without_a_tokenizer_has_the_behaviours_of_random_tokens(bare_folder: Path, store: Store) -> None:
+    said: list[str] = []
+    config = ProbeConfig(ModelSpec(str(bare_folder)))
+    identity = identify(config.model, need_tokenizer=False)
+    on_model = Run(config.model, store, lambda model: open_pool(model, THREADS), identity=identity, say=said.append)
+    result = run_probe(config, on_model)
+    assert "bare-llama has no tokenizer; not measured: retrieval_score" in said
+    alone = headscan.probe(headscan.load(bare_folder))
+    assert tuple(alone) == REPEATS
+    for name, expected in alone.items():
+        np.testing.assert_allclose(values(store, result.run_id, name), expected, rtol=1e-5, atol=1e-7)
+    with pytest.raises(ModelLoadError, match="bare-llama has no tokenizer"):
+        run(replace(config, behaviours=("retrieval_score",)), store)
+
+
+def test_mistakes_are_named_before_a_model_is_loaded(config: ProbeConfig, tmp_path: Path) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    with pytest.raises(UnknownNameError, match="did you mean retrieval_score"):
+        replace(config, behaviours=("retrival_score",))
+    with pytest.raises(ProbeError, match="batch_tokens=0"):
+        replace(config, batch_tokens=0)
+    for lengths, message in (((4096,), r"`lengths=4096` .limit 1024 positions"), ((100,), "Raise lengths")):
+        with pytest.raises(SequenceError, match=message):
+            run_probe(replace(config, probe=replace(config.probe, lengths=lengths)), Run(config.model, store, refuse))
+    short = tmp_path / "short.txt"
+    short.write_text("so little")
+    with pytest.raises(SequenceError, match="Pass more text, or lower lengths"):
+        run_probe(replace(config, corpus=CorpusSpec(str(short))), Run(config.model, store, refuse))
+    with pytest.raises(CorpusError, match="absent"):
+        run_probe(replace(config, corpus=CorpusSpec("./absent.txt")), Run(config.model, store, refuse))
+    assert not store.path.exists()
+
+
+def test_lengths_that_the_model_has_room_for(config: ProbeConfig) -> None:
+    identity = identify(config.model)
+    assert default_lengths(identity) == (512, 1024)
+    assert default_lengths(replace(identity, max_tokens=300)) == (300,)
+    assert default_lengths(replace(identity, max_tokens=None)) == (512, 2048)
+
+
+def test_the_command(
+    model_folder: Path, corpus_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "s.duckdb"
+    command = [
+        "probe",
+        model_folder,
+        "--store",
+        store,
+        "--device",
+        "cpu",
+        "--corpus",
+        corpus_folder,
+        "--lengths",
+        "600",
+    ]
+    command += ["--depths", "0", "1"]
+    assert main([str(argument) for argument in command]) == 0
+    first = capsys.readouterr().out.splitlines()
+    assert first[1].split() == ["behaviour", "rank", "layer", "head", "value"]
+    assert len(first) == 1 + 2 + 5 * len(BEHAVIOURS) + 1
+    shown = [float(line.split()[4]) for line in first[3:8]]
+    assert shown == sorted(shown, reverse=True)
+    assert "of 18 heads have a retrieval_score above 0.1" in first[-1]
+    assert main([str(argument) for argument in command]) == 0
+    again = capsys.readouterr().out.splitlines()
+    assert "nothing to do" in again[0]
+    assert again[1:] == first[1:]
+
+    assert main(["status", "--store", str(store)]) == 0
+    assert capsys.readouterr().out.splitlines()[2].split()[1:3] == ["probe", "tiny-llama"]
+    assert main(["rank", "--by", "induction_score", "--limit", "2", "--store", str(store)]) == 0
+    ranked = [float(line.split()[3]) for line in capsys.readouterr().out.splitlines()[2:]]
+    assert ranked == shown[:2]
+    assert main(["rank", "--by", "induction_score", "--lowest", "--store", str(store)]) == 0
+    lowest = [float(line.split()[3]) for line in capsys.readouterr().out.splitlines()[2:]]
+    assert len(lowest) == 18
+    assert lowest == sorted(lowest)
+
+    fails(capsys, [*command, "--behaviours", "telepathy"], "telepathy", "retrieval_score")
+    fails(capsys, [*command, "--lengths", "99999"], "99999", "1024")
+    fails(capsys, [*command, "--depths", "1.5"], "1.5")
+    fails(capsys, [*command, "--seed", "-1"], "--seed: -1 (limit 0)")
+    fails(capsys, ["rank", "--by", "induction_score", "--run", "zzz", "--store", store], "no probe run zzz")

@@ -1,0 +1,319 @@
+"""Results of tasks and groups equal lm-eval's own for every kind of task and prompt."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from lm_eval import simple_evaluate
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from transformers import AutoTokenizer
+
+import headscan
+from headscan.cluster.pool import InProcessPool
+from headscan.engine.arms import BASELINE, mask_arm
+from headscan.model_spec import ModelSpec
+from headscan.runs.model_identity import identify
+from headscan.settings.evaluation_settings import EvaluateConfig, HarnessError, TaskConfig
+from headscan.steps.run_evaluation import run_evaluation
+from headscan.store.store import Store
+from headscan.texts.harness import HeadscanLM
+from headscan.texts.tasks import Questions, Tasks
+from tests.jobs.conftest import THREADS, run_on, write_task, zeroed_by_hand
+
+pytestmark = pytest.mark.usefixtures("own_tasks_alone")
+
+#: Like the templates of some models, it accepts no system role, which task descriptions use.
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chat_spec(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    """The same model with a chat template."""
+    folder = tmp_path_factory.mktemp("chat") / "tiny-llama-chat"
+    shutil.copytree(model_folder, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return ModelSpec(str(folder))
+
+
+def config(spec: ModelSpec, folder: Path, *names: str, **options: Any) -> EvaluateConfig:
+    return EvaluateConfig(spec, TaskConfig(names, include_path=str(folder), **options), recall=None)
+
+
+def of_lm_eval(
+    spec: ModelSpec, folder: Path, names: Sequence[str], heads: Sequence[tuple[int, int]] = (), **options: Any
+) -> Any:
+    lm = headscan.load(spec.source)
+    # It would query the whole machine.
+    with patch("lm_eval.evaluator.add_env_info"), zeroed_by_hand(lm, heads):
+        return simple_evaluate(
+            model=HFLM(pretrained=lm.model, tokenizer=lm.tokenizer, batch_size=4, max_length=lm.max_tokens),
+            tasks=list(names),
+            task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+            bootstrap_iters=1000,
+            **options,
+        )
+
+
+def check(store: Store, theirs: Any, arm: str = "baseline") -> None:
+    """An arm has lm-eval's results and answers."""
+    rows = store.query("from arm_results join arms using (arm_id) where name = ?", [arm]).to_pylist()
+    ours = {(row["task"], row["metric"], row["filter"]): row for row in rows}
+    expected = {
+        (task, *key.split(",")): (value, figures[key.replace(",", "_stderr,")], figures["sample_len"])
+        for task, figures in theirs["results"].items()
+        for key, value in figures.items()
+        if "," in key and "_stderr," not in key
+    }
+    assert set(ours) == set(expected)
+    for key, (value, error, questions) in expected.items():
+        row = ours[key]
+        assert row["value"] == pytest.approx(value, rel=1e-4), key
+        assert row["standard_error"] == (None if error == "N/A" else pytest.approx(error, rel=1e-3)), key
+        assert row["questions"] == questions
+        assert row["is_group"] == (key[0] in theirs.get("groups", {}))
+    answers = store.query("from answers join arms using (arm_id) where name = ?", [arm]).to_pylist()
+    check_answers({(row["task"], row["question"]): row for row in answers}, theirs["samples"])
+
+
+def check_answers(
+    answers: Mapping[tuple[str, int], Mapping[str, Any]], samples: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> None:
+    assert set(answers) == {(task, sample["doc_id"]) for task, found in samples.items() for sample in found}
+    for task, found in samples.items():
+        for sample in found:
+            if sample["filter"] != found[0]["filter"]:
+                continue
+            row = answers[task, sample["doc_id"]]
+            assert row["doc_hash"] == sample["doc_hash"]
+            assert row["target"] == str(sample["target"])
+            metrics = json.loads(row["metrics"])
+            assert list(metrics) == sample["metrics"]
+            for name, value in metrics.items():
+                if isinstance(sample[name], int | float):
+                    assert value == pytest.approx(sample[name], rel=1e-4)
+
+
+KINDS = ("numbers", "informed", "both_ways", "graded", "ending", "reading", "telling")
+
+
+def test_results_of_every_kind_of_task_are_those_of_lm_eval(
+    spec: ModelSpec, task_folder: Path, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_evaluation(
+        config(spec, task_folder, *KINDS, limit=100), run_on(InProcessPool(spec, THREADS), store), [BASELINE]
+    )
+    assert capsys.readouterr().out == ""
+    check(store, of_lm_eval(spec, task_folder, KINDS, limit=100))
+    answers = store.query("from answers order by task, question").to_pylist()
+    correct = {name: [row["correct"] for row in answers if row["task"] == name] for name in (*KINDS, "counting", "few")}
+    assert set(correct["graded"]) == set(correct["reading"]) == {None}
+    by_size = store.query("select value from arm_results where is_group").to_pylist()
+    assert by_size == [{"value": pytest.approx(sum(correct["counting"] + correct["few"]) / 16)}]
+    assert sum(correct["counting"]) / 12 != sum(correct["few"]) / 4
+    for name in ("counting", "few", "informed", "both_ways", "telling"):
+        assert 0 < sum(correct[name]) < len(correct[name])
+    for row in answers:
+        if row["task"] in ("counting", "few", "informed", "both_ways"):
+            values = row["log_likelihoods"]
+            assert len(values) == 3
+            assert row["response"] == str(values.index(max(values)))
+            assert row["correct"] == (row["response"] == row["target"])
+
+
+def test_results_with_examples_are_those_of_lm_eval(spec: ModelSpec, task_folder: Path, store: Store) -> None:
+    names, options = ("numbers", "ending", "telling"), {"num_fewshot": 2, "limit": 5}
+    run_evaluation(
+        config(spec, task_folder, *names, **options), run_on(InProcessPool(spec, THREADS), store), [BASELINE]
+    )
+    check(store, of_lm_eval(spec, task_folder, names, **options))
+    assert store.query("from answers where task = 'counting'").num_rows == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("multiturn", [True, False])
+def test_results_with_a_chat_template_are_those_of_lm_eval(
+    chat_spec: ModelSpec, task_folder: Path, store: Store, multiturn: bool
+) -> None:
+    options = {"num_fewshot": 2, "apply_chat_template": True, "fewshot_as_multiturn": multiturn}
+    names = ("few", "described", "telling")
+    run_evaluation(
+        config(chat_spec, task_folder, *names, **options), run_on(InProcessPool(chat_spec, THREADS), store), [BASELINE]
+    )
+    check(store, of_lm_eval(chat_spec, task_folder, names, **options))
+    tasks, adapter = Tasks(config(chat_spec, task_folder, "counting", **options).tasks), HeadscanLM(identify(chat_spec))
+    tasks.collect(adapter)
+    bos = adapter.tokenizer.bos_token_id
+    for request in adapter.requests.values():
+        assert request.ids.count(bos) == 1  # the template writes it, and the tokenizer not once more
+        assert adapter.tokenizer.decode(request.ids).count("<user>") == (3 if multiturn else 1)
+
+
+def test_requests_are_built_once_and_every_arm_is_graded_by_its_own_answers(
+    spec: ModelSpec, task_folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, tokenised = [], []
+    build, encode = ConfigurableTask.construct_requests, HeadscanLM.tok_encode
+
+    def counted(task: ConfigurableTask, doc: Any, ctx: Any, **options: Any) -> Any:
+        built.append(doc)
+        return build(task, doc, ctx, **options)
+
+    def counted_encode(adapter: HeadscanLM, string: str, *args: Any, **options: Any) -> list[int]:
+        tokenised.append(string)
+        return encode(adapter, string, *args, **options)
+
+    monkeypatch.setattr(ConfigurableTask, "construct_requests", counted)
+    monkeypatch.setattr(HeadscanLM, "tok_encode", counted_encode)
+    names, heads = ("counting", "reading", "telling"), [(1, 2), (1, 3)]
+    mask = mask_arm(heads)
+    run_evaluation(config(spec, task_folder, *names), run_on(InProcessPool(spec, THREADS), store), [BASELINE, mask])
+    assert len(built) == 12 + 4 + 12
+    # Of a question and its choice the tokenizer sees the question, and both together.
+    assert len(tokenised) == 2 * 36 + 4 + 12
+    check(store, of_lm_eval(spec, task_folder, names, heads), mask.name)
+    assert store.query("select distinct log_likelihoods from answers where task = 'counting'").num_rows == 2 * 12
+
+
+FUNCTIONS = """
+import random
+
+def mixed(docs):
+    return docs.map(lambda doc: {"choices": random.sample(doc["choices"], 3)})
+
+def ask(doc):
+    return doc["q"] + " {}"
+"""
+
+
+def test_a_task_of_functions_that_draw_at_random_is_the_same_when_loaded_again(
+    spec: ModelSpec, task_folder: Path, tmp_path: Path
+) -> None:
+    written = json.loads((task_folder / "counting.yaml").read_text()) | {"task": "drawing"}
+    text = json.dumps(written | {"process_docs": "mixed", "doc_to_text": "ask"})
+    for name in ("mixed", "ask"):
+        text = text.replace(f'"{name}"', f"!function functions.{name}")
+    (tmp_path / "drawing.yaml").write_text(text)
+    found = []
+    for ending in (".", ".", "!"):
+        (tmp_path / "functions.py").write_text(FUNCTIONS.replace("{}", ending))
+        sys.modules.pop(str(tmp_path / "functions"), None)  # another process loads them again, too
+        questions = Questions(TaskConfig(("drawing",), include_path=str(tmp_path), limit=5), None, identify(spec))
+        found.append((questions.fingerprint(), list(questions.requests)))
+        random.random()
+    assert found[0] == found[1]
+    assert found[0][0] != found[2][0]
+
+
+GRADING = """
+def right(answer):
+    return {}
+
+def grade(doc, results):
+    return {"acc": right(results[0])}
+"""
+
+
+def graded_task(folder: Path, task_folder: Path, right: str, filters: Sequence[Any] = ()) -> TaskConfig:
+    """A task that generates texts and grades them with a function and a helper of its own."""
+    written = json.loads((task_folder / "telling.yaml").read_text()) | {"metric_list": [{"metric": "acc"}]}
+    written |= {"task": "own", "process_results": "grade", "repeats": 2}
+    written["filter_list"] = [{"name": "own", "filter": list(filters) or [{"function": "take_first"}]}]
+    (folder / "own.yaml").write_text(json.dumps(written).replace('"grade"', "!function grading.grade"))
+    (folder / "grading.py").write_text(GRADING.replace("{}", right))
+    sys.modules.pop(str(folder / "grading"), None)
+    return TaskConfig(("own",), include_path=str(folder), limit=5)
+
+
+def test_grading_by_another_helper_is_another_evaluation(spec: ModelSpec, task_folder: Path, tmp_path: Path) -> None:
+    found = []
+    for right in ("len(answer) > 3", "len(answer) > 3", "len(answer) > 4"):
+        questions = Questions(graded_task(tmp_path, task_folder, right), None, identify(spec))
+        found.append((questions.fingerprint(), list(questions.requests)))
+    assert found[0] == found[1]
+    assert found[0][1] == found[2][1] and found[0][0] != found[2][0]
+
+
+def test_filters_may_leave_several_texts(spec: ModelSpec, task_folder: Path, store: Store, tmp_path: Path) -> None:
+    tasks = graded_task(tmp_path, task_folder, "0.5 * len(answer)", [{"function": "take_first_k", "k": 2}])
+    run = run_on(InProcessPool(spec, THREADS), store)
+    run_evaluation(EvaluateConfig(spec, tasks, recall=None), run, [BASELINE])
+    rows = store.query("from answers").to_pylist()
+    assert [row["correct"] for row in rows] == [1.0] * 5  # of two texts each
+    assert all(row["response"].startswith("[") and row["log_likelihoods"] == [] for row in rows)
+
+
+def test_exceptions_of_a_tasks_code_are_one_line(
+    spec: ModelSpec, task_folder: Path, store: Store, tmp_path: Path
+) -> None:
+    tasks = graded_task(tmp_path, task_folder, "1 / 0")
+    with pytest.raises(HarnessError, match=r"^the answers to own cannot be graded: division by zero$"):
+        run_evaluation(
+            EvaluateConfig(spec, tasks, recall=None), run_on(InProcessPool(spec, THREADS), store), [BASELINE]
+        )
+
+
+def test_tasks_that_take_no_examples_are_named(spec: ModelSpec, task_folder: Path, tmp_path: Path) -> None:
+    bare = json.loads((task_folder / "few.yaml").read_text()) | {"task": "bare", "num_fewshot": 0}
+    (tmp_path / "bare.yaml").write_text(json.dumps(bare))
+    for examples, notes in (
+        (2, ["bare: no examples in the prompt, as the task specifies; num_fewshot is ignored"]),
+        (0, []),
+    ):
+        questions = Questions(TaskConfig(("bare",), str(tmp_path), num_fewshot=examples), None, identify(spec))
+        assert questions.notes == notes
+
+
+@pytest.mark.parametrize(("bos", "begins"), [("auto", True), ("always", True), ("never", False)])
+def test_bos_is_added_where_requested(spec: ModelSpec, task_folder: Path, bos: str, begins: bool) -> None:
+    adapter = HeadscanLM(identify(spec), bos=bos)
+    Tasks(config(spec, task_folder, "counting", "telling").tasks).collect(adapter)
+    assert {request.ids[0] == adapter.tokenizer.bos_token_id for request in adapter.requests.values()} == {begins}
+
+
+# User errors
+
+
+def test_tasks_that_cannot_be_put_are_refused(spec: ModelSpec, task_folder: Path, tmp_path: Path) -> None:
+    pool, store = InProcessPool(spec, THREADS), Store(tmp_path / "s.duckdb")
+
+    def refused(message: str, *names: str, **options: Any) -> None:
+        with pytest.raises(HarnessError, match=message) as problem:
+            run_evaluation(config(spec, task_folder, *names, **options), run_on(pool, store), [BASELINE])
+        assert "\n" not in str(problem.value)
+
+    refused("`fewshot_as_multiturn=True` needs a chat template", "counting", fewshot_as_multiturn=True)
+    refused("has no chat template. Omit `apply_chat_template`", "counting", apply_chat_template=True)
+    refused("generates up to 1024 tokens, and tiny-llama has 1024 positions", "endless")
+    refused(r"`num_fewshot=-1` \(limit 0\)", "counting", num_fewshot=-1)
+    refused(f"unknown task 'contin': did you mean counting.* {task_folder} has .*counting.* of lm-eval$", "contin")
+    with pytest.raises(HarnessError, match=r"unknown task 'zzzz'\. Set `include_path` to the folder of its YAML file$"):
+        Tasks(TaskConfig(("zzzz",)))
+    refused("no tasks. Name at least one in `tasks`")
+    (tmp_path / "broken.yaml").write_text((task_folder / "few.yaml").read_text().replace("few", "broken"))
+    with pytest.raises(HarnessError, match=r"^broken cannot be loaded: "):
+        Tasks(TaskConfig(("broken",), include_path=str(tmp_path)))
+    with pytest.raises(HarnessError, match="batch_tokens=0"):
+        EvaluateConfig(spec, TaskConfig(("counting",)), batch_tokens=0)
+    rows = [{"q": "1", "choices": [" 2", " 3"], "a": 0}]  # which lm-eval takes for a number
+    choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{a}}"}
+    write_task(tmp_path, "odd", [{**rows[0], "q": "one"}, *rows], choice)
+    tasks = Tasks(TaskConfig(("odd",), include_path=str(tmp_path)))
+    with pytest.raises(HarnessError, match=r"^the requests of odd cannot be made: Context is not a string"):
+        tasks.collect(HeadscanLM(identify(spec)))
+    assert not store.path.exists()

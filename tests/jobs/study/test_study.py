@@ -1,0 +1,660 @@
+"""A study of the demo model to its end, its settings and its texts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headscan.ablation.masks import HeadMask
+from headscan.catalog import RECALL_FAMILIES
+from headscan.cli.main import main, read_command
+from headscan.cluster.pool import InProcessPool, Pool
+from headscan.engine.arms import Arm
+from headscan.errors import HeadscanError, PruningError
+from headscan.model_spec import ModelSpec
+from headscan.plans import load_plan
+from headscan.runs.head_orders import imported_heads
+from headscan.runs.progress import time_text
+from headscan.runs.run_context import Run
+from headscan.settings.evaluation_settings import TaskConfig
+from headscan.steps.prune.prune_config import PruneConfig
+from headscan.steps.prune.run_prune import run_prune
+from headscan.store.output_files import write_text
+from headscan.store.records import ArmKind
+from headscan.store.store import Store
+from headscan.study.question_costs import limit_per_task, question_costs
+from headscan.study.run_study import _Study, run_study
+from headscan.study.study_answer import ABLATED, CACHED, REMOVED, Saving, StudyAnswer
+from headscan.study.study_candidates import write_heads
+from headscan.study.study_config import StudyConfig, StudyError, read_study, resumed, study_from, write_study
+from headscan.study.study_texts import split_texts
+from headscan.study.study_time import PassCosts, QuestionCosts, decided, study_seconds
+from headscan.texts import CorpusSpec
+from headscan.texts.continuation_task import write_task
+from headscan.texts.tasks import Tasks
+from headscan.verdicts.judge import judge
+from headscan.verdicts.metrics import Increase
+from headscan.verdicts.ordered_shares import Outcome, ShareVerdict, judge_shares, largest_safe
+from tests.jobs.conftest import THREADS
+
+SPEC = ModelSpec("demo", "float32")
+#: The run of a study's questions.
+_ASKED = "SELECT DISTINCT run_id FROM answers JOIN arms USING (arm_id) WHERE task = 'continuation'"
+
+
+def tiny(out: Path, **changes: object) -> StudyConfig:
+    settings = {
+        "max_tokens": 88,
+        "criteria": ("output_norm_ln", "importance_recall"),
+        "shares": (0.02, 0.5),
+        "window_shares": (0.5,),
+        "prune_shares": (0.05,),
+        "sequences": 8,
+        "judged_texts": 24,
+        "questions": 8,
+        "recall_questions": 8,
+        "search": False,
+        "prune_by": "criterion",
+    }
+    return StudyConfig(SPEC, CorpusSpec("python-stdlib-modules"), str(out), **settings | changes)  # type: ignore[arg-type]
+
+
+def run(config: StudyConfig, lines: list[str]) -> StudyAnswer:
+    def opened(spec: ModelSpec) -> Pool:
+        return InProcessPool(spec, THREADS)
+
+    with Run(SPEC, Store(Path(config.out) / "study.duckdb"), opened, say=lines.append) as model_run:
+        return run_study(config, model_run)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[StudyConfig, StudyAnswer, list[str]]]:
+    config, lines = tiny(tmp_path_factory.mktemp("study") / "out"), list[str]()
+    yield config, run(config, lines), lines
+
+
+def test_a_study_ends_with_answers_and_files(found: tuple[StudyConfig, StudyAnswer, list[str]]) -> None:
+    config, answer, lines = found
+    out = Path(config.out)
+    assert [each.kind for each in answer.savings] == [ABLATED, CACHED, REMOVED]
+    assert any("tokens per second" in line for line in lines)
+    assert any(line.startswith("\n3. importance, criterion: ") for line in lines)
+    heads = answer.savings[0]
+    # Half of the heads cost far more than the limit: the loss alone says so, and no question is asked.
+    assert answer.losses[heads.tried[-1][0]].low > config.max_loss
+    for saving in answer.savings:
+        assert all(each.outcome is Outcome.SAFE for each in saving.judged[:-1])
+        assert (saving.safe is None) == (not saving.file)
+    # With 8 questions nothing can be shown.
+    assert all(each.safe is None for each in answer.savings)
+    assert {each.judged[-1].outcome for each in answer.savings} <= {Outcome.NOT_SHOWN, Outcome.LOSES}
+    text = str(answer)
+    assert "none shown to be safe" in text and "too few questions" in text and "loses (loss)" in text
+    written = json.loads((out / "answers.json").read_text())
+    assert written["questions"] == 8
+    assert [each["kind"] for each in written["savings"]] == ["heads ablated", "KV cache", "heads removed"]
+    labels = [[verdict["label"] for verdict in each["judged"]] for each in written["savings"]]
+    assert labels == [[verdict.label for verdict in each.judged] for each in answer.savings]
+    report = (out / "report.html").read_text()
+    assert "<html" in report[:200].lower()
+    # Its sentences follow the rule of the answers, which counts the loss of another run, for three kinds of savings.
+    store = Store(out / "study.duckdb")
+    (asked,) = store.query(_ASKED).to_pylist()
+    options: dict[str, Any] = {"loss_increases": answer.losses, "comparisons": config.kind_count}
+    outcomes = judge(store, asked["run_id"], max_loss=config.max_loss, **options).by_name
+    judged = [each for saving in answer.savings for each in saving.judged if each.accuracy is not None]
+    assert judged
+    for each in judged:
+        arm = outcomes[each.name]
+        assert (arm.outcome, arm.why) == (each.outcome, each.why) and arm.value("loss") is not None
+        assert escape(arm.sentence()) in report
+    plan = load_plan(out / "plans" / "0.5.json")
+    assert len(plan.window_heads) == 12
+    assert (out / "pruned" / "model.safetensors").is_file()
+
+
+def test_the_same_command_measures_nothing_again(found: tuple[StudyConfig, StudyAnswer, list[str]]) -> None:
+    config, answer, _ = found
+    store = Store(Path(config.out) / "study.duckdb")
+    rows = store.query("SELECT count(*) FROM answers")[0][0].as_py()
+    lines: list[str] = []
+    again = run(config, lines)
+    assert any("resuming" in line for line in lines)
+    assert again.savings == answer.savings and again.losses == answer.losses
+    assert store.query("SELECT count(*) FROM answers")[0][0].as_py() == rows
+
+
+def test_heads_that_recall_needs_are_important(found: tuple[StudyConfig, StudyAnswer, list[str]]) -> None:
+    """The criterion is the larger importance on texts and on recall prompts, each over its mean."""
+    config, _, _ = found
+    store = Store(Path(config.out) / "study.duckdb")
+    (measured,) = store.query("SELECT run_id, corpus FROM runs WHERE kind = 'importance'").to_pylist()
+    assert measured["corpus"].endswith("measure")
+    counts = store.query(
+        "SELECT recall_task, count(*) AS count FROM sequences WHERE run_id = ? GROUP BY 1 ORDER BY 1 NULLS LAST",
+        [measured["run_id"]],
+    ).to_pylist()
+    tokens = config.max_tokens - 1 if config.max_tokens else 0
+    assert [(row["recall_task"], row["count"]) for row in counts] == [
+        (f"copying@{tokens}", 16),
+        (f"needle@{tokens}", 16),
+        (None, config.sequences),
+    ]
+    both = store.query(
+        "SELECT layer, head, avg(token_gradient) FILTER (recall_task IS NULL) AS texts,"
+        " avg(token_gradient) FILTER (recall_task IS NOT NULL) AS prompts"
+        " FROM head_importance JOIN sequences USING (run_id, sequence) GROUP BY ALL ORDER BY ALL"
+    ).to_pylist()
+    shares = [
+        {(row["layer"], row["head"]): row[kind] / sum(each[kind] for each in both) for row in both}
+        for kind in ("texts", "prompts")
+    ]
+    expected = sorted(shares[0], key=lambda place: max(share[place] for share in shares))
+    masked = store.query(
+        "SELECT layer, head FROM arms JOIN mask_heads USING (mask_id) WHERE arms.criterion = 'importance_recall'"
+        " AND arms.share = 0.5"
+    ).to_pylist()
+    assert {(row["layer"], row["head"]) for row in masked} == set(expected[:24])
+    # The two importances do not agree, or the criterion would say nothing new.
+    alone = [set(sorted(share, key=share.__getitem__)[:24]) for share in shares]
+    assert alone[0] != set(expected[:24])
+
+
+def test_the_order_ends_with_a_loss_that_is_not_shown_to_be_within_the_limit(
+    found: tuple[StudyConfig, StudyAnswer, list[str]],
+) -> None:
+    config, answer, _ = found
+    store = Store(Path(config.out) / "study.duckdb")
+    (asked,) = store.query(_ASKED).to_pylist()
+    first = next(each.judged[0] for each in answer.savings if each.judged[0].outcome is Outcome.NOT_SHOWN)
+    assert "texts" not in first.why
+    name, share = first.name, first.share
+    wide = {name: Increase("nats per token", 8, 0.01, -0.1, 0.2)}
+    (verdict,) = judge_shares(store, asked["run_id"], [(name, share)], wide, max_loss=0.05, comparisons=3)
+    assert (verdict.outcome, verdict.label) == (Outcome.NOT_SHOWN, "too few texts")
+    assert "texts: the loss may rise by 0.2 nats per token (limit 0.05); " + first.why in verdict.why
+    assert largest_safe([verdict]) is None
+
+
+def test_other_settings_need_another_folder(found: tuple[StudyConfig, StudyAnswer, list[str]]) -> None:
+    config, _, _ = found
+    with pytest.raises(StudyError, match="max_loss differ"):
+        run(tiny(Path(config.out), max_loss=0.1), [])
+
+
+def test_settings_come_back_from_their_file(tmp_path: Path) -> None:
+    config = tiny(tmp_path, tasks=TaskConfig(("mmlu",), limit=3))
+    write_study(tmp_path / "study.yaml", config)
+    assert read_study(tmp_path / "study.yaml") == config
+    (tmp_path / "short.yaml").write_text("model: demo\ncorpus: texts/\nshares: [0.2, 0.1]\nhours: 1\n")
+    short = read_study(tmp_path / "short.yaml")
+    assert (short.corpus.name, short.shares, short.hours) == ("texts/", (0.1, 0.2), 1.0)
+    (tmp_path / "earlier.yaml").write_text("model: demo\ncorpus: texts/\ntokens: 300\n")
+    assert read_study(tmp_path / "earlier.yaml").max_tokens == 300
+    with pytest.raises(StudyError, match=r"^`tokens` is an earlier name of `max_tokens`"):
+        study_from({"model": "demo", "corpus": "texts/", "tokens": 300, "max_tokens": 200})
+
+
+def test_repeated_values_count_once(tmp_path: Path) -> None:
+    repeated: dict[str, Any] = dict.fromkeys(("shares", "window_shares", "prune_shares"), (0.2, 0.1, 0.2))
+    config = tiny(tmp_path, criteria=("importance", "output_norm_ln", "importance"), **repeated)
+    assert config.shares == config.window_shares == config.prune_shares == (0.1, 0.2)
+    assert config.criteria == ("importance", "output_norm_ln")
+
+
+def test_a_study_resumes_in_another_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, config = tmp_path / "study.yaml", tiny(tmp_path)
+    write_study(path, config)
+    monkeypatch.setattr("headscan.checkpoints.source_folder.DEMO_FOLDER", tmp_path / "venv/demo-5m")
+    again = replace(config, model=ModelSpec("demo", "float32"))
+    assert again.model.source != config.model.source and resumed(path, again) == again
+    with pytest.raises(StudyError, match="model differ"):
+        resumed(path, replace(config, model=ModelSpec("demo", "bfloat16")))
+
+
+def test_a_study_resumes_where_its_folder_and_texts_were_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, config = tmp_path / "out" / "study.yaml", replace(tiny(tmp_path / "out"), judge=CorpusSpec("others/"))
+    write_study(path, config)
+    monkeypatch.chdir(tmp_path)
+    moved = replace(config, out="out", corpus=CorpusSpec("/elsewhere/texts"), judge=CorpusSpec("/elsewhere/others"))
+    assert resumed(Path("out") / "study.yaml", moved) == moved
+    assert resumed(path, replace(config, judge=None)) == config
+    write_study(path, replace(config, judge=None))
+    with pytest.raises(StudyError, match="judge differ"):
+        resumed(path, config)
+
+
+def test_a_study_of_other_weights_needs_another_folder(tmp_path: Path) -> None:
+    """Its plans and pruned models are files, which other weights would be judged by."""
+    lines, config = list[str](), tiny(tmp_path / "out")
+    with Run(SPEC, Store(tmp_path / "s.duckdb"), lambda spec: InProcessPool(spec, THREADS), say=lines.append) as opened:
+        _Study.begin(config, opened)
+        _Study.begin(config, opened)
+        other = replace(opened.identity, weights_hash="0" * 64)
+        with (
+            Run(SPEC, opened.store, lambda spec: opened.pool, identity=other, say=lines.append) as changed,
+            pytest.raises(StudyError, match=r"out holds a study of another model \(weights differ\)"),
+        ):
+            _Study.begin(config, changed)
+
+
+def test_a_study_may_get_more_hours(tmp_path: Path) -> None:
+    path, config = tmp_path / "study.yaml", tiny(tmp_path)
+    write_study(path, config)
+    longer = resumed(path, replace(config, hours=10 * config.hours))
+    assert longer is not None and longer.hours == 10 * config.hours and replace(longer, hours=config.hours) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"modle": "demo"}, "unknown setting modle"),
+        ({"corpus": "a"}, "model is missing"),
+        ({"hours": "two"}, "hours='two' is no float"),
+        ({"hours": 0}, "hours=0"),
+        ({"shares": 0.1}, "is no list"),
+        ({"shares": [1.5]}, "limit below 1"),
+        ({"prune_by": "luck"}, "Choose from damage, criterion"),
+        ({"criteria": ["first_token"]}, "unknown criterion"),
+        ({"recall_questions": 10}, "multiple of 4"),
+        ({"tasks": {"names": ["mmlu"], "limits": 1}}, "unknown setting tasks.limits"),
+        ({"sequences": True}, "sequences=True is no int"),
+        ({"tasks": {"bos": "never"}}, "`tasks.names` is empty"),
+        ({"shares": [], "prune_by": "criterion"}, "needs `shares` of heads"),
+        ({"judged_texts": 19}, r"judged_texts=19` \(limit 20"),
+        ({"max_tokens": 15}, r"max_tokens=15` \(limit 16"),
+        ({"max_tokens": 64, "recent": 60}, r"`recent=60` \(limit 59 in texts of 64 tokens"),
+        ({"recall_questions": 0, "criteria": ["importance_recall"]}, "needs recall questions"),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, object], message: str) -> None:
+    whole = settings if "corpus" in settings or "modle" in settings else {"model": "demo", "corpus": "a"} | settings
+    with pytest.raises(HeadscanError, match=message):
+        study_from(whole)
+
+
+def test_equal_documents_go_to_one_part(tmp_path: Path) -> None:
+    for number in range(60):
+        text = f"file {number % 30} has a text of its own\n" * 100
+        (tmp_path / f"{number}.txt").write_text(text)
+    split_texts(CorpusSpec(str(tmp_path)), tmp_path / "parts")
+    files = [file.read_text() for file in (tmp_path / "parts").glob("*/*.txt")]
+    assert len(files) == len(set(files)) == 30
+
+
+@pytest.mark.parametrize("documents", [1, 3, 40])
+def test_parts_share_no_text(tmp_path: Path, documents: int) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(documents):
+        lines = [f"line {number} {line} of a text that is long enough\n" for line in range(40_000 // documents)]
+        (folder / f"{number}.txt").write_text("".join(lines))
+    texts = split_texts(CorpusSpec(str(folder)), tmp_path / "parts")
+    seen: dict[str, set[str]] = {}
+    for part in ("measure", "choose", "judge"):
+        files = sorted((tmp_path / "parts" / part).glob("*.txt"))
+        seen[part] = {line for file in files for line in file.read_text().splitlines()}
+        assert len(seen[part]) > 0.1 * 40_000
+    assert not (seen["measure"] & seen["judge"] or seen["choose"] & seen["judge"] or seen["measure"] & seen["choose"])
+    assert len(set.union(*seen.values())) >= 0.99 * (40_000 // documents) * documents
+    assert split_texts(CorpusSpec(str(folder)), tmp_path / "parts") == texts
+
+
+def test_a_short_corpus_is_refused(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / f"{number}.txt").write_text(f"{number} is too short\n" * 50)
+    (tmp_path / "2.txt").write_text(" \n" * 50)
+    message = r"too short for 3 parts of a study: documents with text: 2 \(limit 3, or one of 5,000 characters\)"
+    with pytest.raises(StudyError, match=message):
+        split_texts(CorpusSpec(str(tmp_path)), tmp_path / "parts")
+    assert not (tmp_path / "parts").exists()
+
+
+@pytest.mark.parametrize("long", [0, 260_000])
+def test_a_few_short_documents_lose_no_text(tmp_path: Path, long: int) -> None:
+    """They go whole to a part, next to one that is long enough to be cut."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    documents = [f"document {number} has this line\n" * 160 for number in range(19)]
+    documents[3] = "".join(f"line {line}\n" for line in range(long // 10)) or documents[3]
+    for number, text in enumerate(documents):
+        (folder / f"{number:02}.txt").write_text(text)
+    split_texts(CorpusSpec(str(folder)), tmp_path / "parts")
+    files = {part: sorted((tmp_path / "parts" / part).iterdir()) for part in ("measure", "choose", "judge")}
+    sizes = {part: sum(len(file.read_text()) for file in of_part) for part, of_part in files.items()}
+    whole = sum(map(len, documents))
+    assert sum(sizes.values()) == whole
+    for part, share in (("measure", 0.4), ("choose", 0.2), ("judge", 0.4)):
+        assert abs(sizes[part] / whole - share) < 0.06, (part, sizes)
+    # A block of a part counts as a document, so it is no shorter than half of 20,000 characters.
+    assert len(files["judge"]) == (7 if not long else 12)
+
+
+def test_an_interrupted_split_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number:02}.txt").write_text(f"document {number} has this line\n" * 100)
+    written: list[Path] = []
+
+    def stopped(path: Path, text: str) -> None:
+        if len(written) == 30:
+            raise KeyboardInterrupt
+        write_text(path, text)
+        written.append(path)
+
+    corpus, parts = CorpusSpec(str(folder)), tmp_path / "parts"
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("headscan.study.study_texts.write_text", stopped)
+        split_texts(corpus, parts)
+    for number in range(0, 40, 2):
+        (folder / f"{number:02}.txt").unlink()
+    split_texts(corpus, parts)
+    files = [file.read_text() for file in parts.glob("*/*.txt")]
+    assert len(files) == len(set(files)) == 20
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["parts", "texts"]
+
+
+def test_a_corpus_that_changed_is_no_longer_the_study_s(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(20):
+        (folder / f"{number:02}.txt").write_text(f"document {number} has this line\n" * 100)
+    corpus = CorpusSpec(str(folder))
+    texts = split_texts(corpus, tmp_path / "parts")
+    assert split_texts(corpus, tmp_path / "parts") == texts
+    (folder / "20.txt").write_text("one document more\n" * 100)
+    with pytest.raises(StudyError, match=r"`corpus` or `judge` changed\. Restore them, or choose another folder"):
+        split_texts(corpus, tmp_path / "parts")
+
+
+def test_texts_that_judge_are_not_those_that_measure(tmp_path: Path) -> None:
+    for folder, first in (("measure", 0), ("judge", 29), ("others", 30)):
+        (tmp_path / folder).mkdir()
+        for number in range(first, first + 30):
+            text = f"file {number} has a text of its own\n" * 100
+            (tmp_path / folder / f"{number} of {folder}.txt").write_text(text)
+        (tmp_path / folder / "heading.txt").write_text("Notes\n")
+    corpus, judge, others = (CorpusSpec(str(tmp_path / name)) for name in ("measure", "judge", "others"))
+    message = r"1 of 31 documents of `judge` .*: 29 of judge\.txt equals 29 of measure\.txt \(limit 0\). Remove"
+    with pytest.raises(StudyError, match=message):
+        split_texts(corpus, tmp_path / "parts", judge)
+    assert not (tmp_path / "parts").exists()
+    with pytest.raises(StudyError, match="30 of 31 documents"):
+        split_texts(corpus, tmp_path / "parts", corpus)
+    assert len(split_texts(corpus, tmp_path / "parts", others).judged_files) == 31
+
+
+def test_the_safe_heads_are_a_file_that_prune_reads(tmp_path: Path) -> None:
+    arm = Arm("b", ArmKind.MASK, HeadMask([(2, 3), (0, 1)]))
+    assert imported_heads(write_heads(arm, tmp_path / "heads.json")) == [(0, 1), (2, 3)]
+
+
+def test_a_stop_right_after_the_pruning_loses_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny(tmp_path, prune_shares=(0.05, 0.1))
+    texts = split_texts(config.corpus, tmp_path / "texts")
+
+    def stopped(pruning: PruneConfig, pruning_run: Run) -> None:
+        run_prune(pruning, pruning_run)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headscan.steps.prune.work_folder.check_reload", lambda folders: None)
+    monkeypatch.setattr("headscan.steps.prune.prune_config.repair", lambda *_, **__: {})
+    monkeypatch.setattr(_Study, "_order", lambda study, criterion: [(1, 2), (0, 1), (2, 3), (0, 0), (1, 0)])
+    with Run(SPEC, Store(tmp_path / "s.duckdb"), lambda spec: InProcessPool(spec, THREADS)) as study_run:
+        a_study = _Study(config, study_run, texts, 88, 0.0)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr("headscan.study.run_study.run_prune", stopped)
+            a_study._pruned("output_norm_ln")
+        with monkeypatch.context() as patched:
+            patched.setattr("headscan.study.run_study.run_prune", pytest.fail)
+            small, large = a_study._pruned("output_norm_ln")
+        assert set(small.removed) < set(large.removed) and (small.share, large.share) == (0.05, 0.1)
+        (large.folder / "model.safetensors").unlink()
+        with pytest.raises(PruningError, match="pruned is not empty"):
+            a_study._pruned("output_norm_ln")
+
+
+def test_a_file_and_options_become_one_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "study.yaml"
+    file.write_text("model: demo\ncorpus: texts/\nshares: [0.1]\nbatch_tokens: 4096\n")
+    found = read_command(["study", "--config", str(file), "--hours", "1", "--judge", "others/"])._config()
+    assert (found.hours, found.shares, found.batch_tokens) == (1.0, (0.1,), 4096)
+    assert found.judge is not None and found.judge.name == "others/"
+    assert (found.search, found.prune_by) == (None, None)
+    chosen = read_command(["study", "--config", str(file), "--no-search", "--prune-by", "criterion"])._config()
+    assert (chosen.search, chosen.prune_by) == (False, "criterion")
+    named = read_command(["study", "demo", "--config", str(file), "--tasks", "mmlu", "--limit", "5"])._config()
+    assert named.tasks == TaskConfig(("mmlu",), limit=5) and named.model.dtype == "float32"
+    file.write_text("model: demo\ncorpus: texts/\ntasks: [arc_easy, hellaswag]\n")
+    assert read_command(["study", "--config", str(file)])._config().tasks == TaskConfig(("arc_easy", "hellaswag"))
+    alone = read_command(
+        ["study", "demo", "--corpus", "texts/", "--window-shares", "none", "--shares", "0.1,0.2"]
+    )._config()
+    assert (alone.shares, alone.window_shares, alone.prune_shares, alone.kind_count) == ((0.1, 0.2), (), None, 2)
+    for words, message in (
+        (["--limit", "5"], "--limit has no effect without --tasks"),
+        (["--dtype", "float16"], "options of the model need MODEL"),
+    ):
+        assert main(["study", "--config", str(file), *words]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_answers_hold_no_infinity(found: tuple[StudyConfig, StudyAnswer, list[str]], tmp_path: Path) -> None:
+    """The loss of one document has no interval."""
+    _, answer, _ = found
+    name, loss = next(iter(answer.losses.items()))
+    unknown = replace(answer, losses={**answer.losses, name: replace(loss, low=-math.inf, high=math.inf)})
+    unknown.save(tmp_path / "answers.json")
+    assert json.loads((tmp_path / "answers.json").read_text())["losses"][name]["low"] is None
+
+
+def test_an_open_share_has_the_label_of_the_table() -> None:
+    """More questions do not help against what makes this share open."""
+    loss = Increase("nats per token", 64, 0.02, 0.01, 0.03)
+    share = ShareVerdict("arm", 0.1, loss, Outcome.NOT_SHOWN, "not shown", "may lose more than one point")
+    saving = Saving(ABLATED, (share,), (("arm", 0.1),), units=48)
+    assert saving.next() == "10% not shown: may lose more than one point"
+    card = saving.card()
+    assert (card.headline, card.state) == ("None shown to be safe", "open")
+    assert card.detail == (
+        "10% not shown: may lose more than one point. At 10%: loss +0.0200 [+0.0100, +0.0300] nats per token."
+    )
+    open_share = replace(share, label="too few questions", why="needs about 900 questions")
+    few = replace(saving, judged=(open_share,))
+    assert few.next() == "10% too few questions: needs about 900 questions"
+    assert few.card().headline == "Too few questions"
+
+
+COSTS = QuestionCosts(280.0, 300.0, enough=3_000, available=2_500, enough_recall=500, recalls="copying 60 %")
+
+
+def test_the_time_decides_texts_and_shares(tmp_path: Path) -> None:
+    """Open settings become smaller with the hours; given ones stay."""
+    settings = StudyConfig(SPEC, CorpusSpec("texts/"), str(tmp_path), max_tokens=256, hours=1, window_shares=(0.5,))
+    found = [decided(settings, speed, COSTS, lambda line: None) for speed in (100_000.0, 1_000.0, 50.0)]
+    assert [each.sequences for each in found] == sorted((each.sequences for each in found), reverse=True)
+    assert found[0].sequences == 64 and found[-1].sequences == 8
+    assert len(found[0].shares or ()) == 6
+    assert len(found[-1].shares or ()) == 2 and {each.window_shares for each in found} == {(0.5,)}
+    assert (found[0].questions or 0) > (found[-1].questions or 0)
+
+
+def test_each_step_is_listed_with_its_time(tmp_path: Path) -> None:
+    lines: list[str] = []
+    decided(StudyConfig(SPEC, CorpusSpec("texts/"), str(tmp_path), max_tokens=256), 1_000.0, COSTS, lines.append)
+    steps = [line.split("  ")[1] for line in lines if line.startswith("  ")]
+    assert steps == [
+        "1. scan",
+        "2. probe",
+        "3. importance, criterion",
+        "4. plans",
+        "5. pruning",
+        "6. loss",
+        "7. questions",
+    ]
+
+
+def test_the_time_of_a_step_follows_from_the_costs_of_its_passes(tmp_path: Path) -> None:
+    """A text of 256 tokens takes 0.256 s at this speed; the two searches are decided, so they count."""
+    settings = StudyConfig(SPEC, CorpusSpec("texts/"), str(tmp_path), max_tokens=256, hours=20)
+    lines: list[str] = []
+    config = decided(settings, 1_000.0, COSTS, lines.append)
+    assert (config.sequences, config.search, config.prune_by) == (64, True, "damage")
+    own = study_seconds(config, COSTS, 1_000.0)
+    assert [f"  {name}" in line for name, line in zip(own, lines[1:], strict=False)] == [True] * 7
+    assert f"about {time_text(sum(own.values()))} in all" in lines[0]
+    assert own["7. questions"] == pytest.approx(
+        7 * ((config.questions or 0) * 280 + (config.recall_questions or 0) * 300) / 1_000
+    )
+    texts, prompts, kinds, repairs = 64, 16, len(RECALL_FAMILIES), 4
+    of_cost = {
+        "scan": ("1. scan", texts),
+        "importance": ("3. importance, criterion", texts + kinds * prompts),
+        "derivatives": ("4. plans", texts / 2 + prompts),
+        "repair": ("5. pruning", repairs * (2 * texts + 4 * prompts)),
+        "damage": ("5. pruning", repairs * texts),
+    }
+    for cost, (step, passes) in of_cost.items():
+        more = replace(PassCosts(), **{cost: getattr(PassCosts(), cost) + 1})
+        changed = study_seconds(config, COSTS, 1_000.0, more)
+        assert {name for name in own if changed[name] != own[name]} == {step}
+        assert changed[step] - own[step] == pytest.approx(0.256 * passes)
+
+
+def test_importance_takes_time_only_if_a_criterion_needs_it(tmp_path: Path) -> None:
+    def third_step(**changed: Any) -> str:
+        lines: list[str] = []
+        settings = StudyConfig(SPEC, CorpusSpec("texts/"), str(tmp_path), max_tokens=256, **changed)
+        decided(settings, 1_000.0, COSTS, lines.append)
+        return next(line.split("  ")[-1] for line in lines if "3. importance" in line)
+
+    assert third_step(criteria=("output_norm_ln",)) == third_step(shares=()) == time_text(0.0)
+    assert third_step(criteria=("importance",)) != time_text(0.0)
+
+
+def test_without_ablated_heads_pruning_is_by_damage_and_its_time_counts(tmp_path: Path) -> None:
+    """No criterion is chosen, however little time there is."""
+
+    def fifth_step(**changed: Any) -> tuple[str | None, str]:
+        lines: list[str] = []
+        settings = StudyConfig(
+            SPEC, CorpusSpec("texts/"), str(tmp_path), max_tokens=256, hours=0.1, prune_shares=(0.05,), **changed
+        )
+        found = decided(settings, 300.0, COSTS, lines.append)
+        assert found.sequences == 8
+        return found.prune_by, next(line.split("  ")[-1] for line in lines if "5. pruning" in line)
+
+    by_criterion, short = fifth_step()
+    alone, long = fifth_step(shares=())
+    assert (by_criterion, alone) == ("criterion", "damage")
+    assert long == fifth_step(prune_by="damage")[1] != short
+
+
+def test_questions_are_as_many_as_they_must_be_or_as_the_time_allows(tmp_path: Path) -> None:
+    settings = StudyConfig(SPEC, CorpusSpec("texts/"), str(tmp_path), max_tokens=256, hours=1)
+    lines: list[str] = []
+    rich = decided(settings, 100_000.0, COSTS, lines.append)
+    assert (rich.questions, rich.recall_questions) == (COSTS.available, COSTS.enough_recall)
+    assert "takes about 3,000 questions and 500 of each recall task (the whole model: copying 60 %)" in lines[-1]
+    # An hour at this speed reads less than the questions need: recall has at most half of their time.
+    poor = decided(settings, 900.0, COSTS, lines.append)
+    assert 100 < (poor.questions or 0) < 2_500 and 40 < (poor.recall_questions or 0) < 500
+    assert (poor.recall_questions or 0) * 300 <= 1.01 * (poor.questions or 0) * 280
+    unable = decided(settings, 100_000.0, replace(COSTS, enough_recall=0), lines.append)
+    assert unable.recall_questions == 40 and "recall task (" not in lines[-2]
+    assert "hardly solves the recall tasks (copying 60 %): what is safe may still cost recall" in lines[-1]
+
+
+def test_costs_follow_from_the_questions_and_the_recall_of_the_whole_model(tmp_path: Path) -> None:
+    """The demo model copies, so copying questions have a number that is enough; given numbers ask nothing."""
+    texts = split_texts(CorpusSpec("python-stdlib-heldout"), tmp_path / "parts")
+    config = tiny(tmp_path, recall_questions=None)
+    lines: list[str] = []
+    with Run(SPEC, Store(tmp_path / "s.duckdb"), lambda spec: InProcessPool(spec, THREADS), say=lines.append) as run_:
+        costs = question_costs(config, run_, texts)
+        given = question_costs(replace(config, recall_questions=8), run_, texts)
+    # A context of 400 characters, and four passages of 80 with and without it.
+    assert 400 / 5 < costs.tokens < (400 + 8 * 80) / 1.5
+    # A needle and a copy; four of each share a text of 87 tokens.
+    assert 87 / 2 <= costs.recall_tokens <= 2 * 87
+    assert "copying" in costs.recalls and costs.enough_recall % 4 == 0
+    assert (given.enough_recall, given.recalls) == (0, "")
+
+
+def test_a_study_without_recall_questions(tmp_path: Path) -> None:
+    """Texts of 40 tokens hold none; everything else is measured on texts, and no table claims that recall is kept."""
+    config, lines = tiny(tmp_path / "out", max_tokens=40, recall_questions=None, shares=(0.02,)), list[str]()
+    with pytest.raises(
+        StudyError, match=r"`recall_questions=8` do not fit `max_tokens=40` .*Raise `max_tokens`, or set"
+    ):
+        run(replace(config, recall_questions=8), [])
+    answer = run(config, lines)
+    assert any("no recall question is asked" in line for line in lines)
+    assert read_study(tmp_path / "out" / "study.yaml").recall_questions == 0
+    assert [each.kind for each in answer.savings] == [ABLATED, CACHED, REMOVED]
+    assert answer.savings[0].criterion == "output_norm_ln"
+    assert all(each.judged[0].recall == () for each in answer.savings if each.judged[0].outcome is Outcome.NOT_SHOWN)
+    rows = Store(tmp_path / "out" / "study.duckdb").query("SELECT count(*) FROM answers WHERE recall").to_pylist()
+    assert rows == [{"count_star()": 0}]
+    assert run(config, lines).savings == answer.savings
+
+
+def test_texts_and_tasks_without_questions_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"{number}.txt").write_text(f"document {number} has this short line\n" * 6)
+    config = replace(tiny(tmp_path / "out"), corpus=CorpusSpec(str(folder)))
+    with pytest.raises(StudyError, match="no question can be made of the texts that judge"):
+        run(config, [])
+    # Nothing was decided, so another model may have the folder.
+    assert not (tmp_path / "out" / "model.json").exists()
+
+
+def test_tasks_that_grade_no_answer_are_refused_at_the_start(tmp_path: Path, task_folder: Path) -> None:
+    """One of Brier scores, and one of perplexities."""
+    ungraded = TaskConfig(("graded", "reading"), include_path=str(task_folder))
+    assert Tasks(ungraded).available == {}
+    with pytest.raises(StudyError, match="the tasks have no question with a right answer, so they cannot judge"):
+        run(tiny(tmp_path / "out", tasks=ungraded), [])
+    assert Tasks(replace(ungraded, names=("graded", "telling", "informed"))).available == {"telling": 12, "informed": 5}
+
+
+def test_equal_documents_use_up_no_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headscan.study.study_texts._MOST", 60_000)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(12):
+        name = max(9, number)  # ten equal documents, and two others
+        (folder / f"{number:02}.txt").write_text("".join(f"{name} has line {line}\n" for line in range(1_000)))
+    split_texts(CorpusSpec(str(folder)), tmp_path / "parts")
+    files = [file for part in ("measure", "choose", "judge") for file in (tmp_path / "parts" / part).iterdir()]
+    assert {line.split()[0] for file in files for line in file.read_text().splitlines()} == {"9", "10", "11"}
+
+
+def test_few_blocks_of_text_are_named_at_the_start(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(20):
+        lines = [f"line {line} of document {number} is of text\n" for line in range(50)]
+        (folder / f"{number}.txt").write_text("".join(lines))
+    config, said = replace(tiny(tmp_path / "out"), corpus=CorpusSpec(str(folder))), list[str]()
+    with Run(SPEC, Store(tmp_path / "s.duckdb"), lambda spec: InProcessPool(spec, THREADS), say=said.append) as opened:
+        _Study.begin(config, opened)
+    assert any("of 8 documents or blocks of 20,000 characters (limit 20): no share can" in line for line in said)
+
+
+def test_the_limit_of_each_task_gives_the_number_of_questions(tmp_path: Path) -> None:
+    texts = split_texts(CorpusSpec("python-stdlib-heldout"), tmp_path / "parts")
+    for name, number in (("few", 5), ("many", 30)):
+        write_task(tmp_path / "tasks", texts.judged_files, number, name=name)
+    tasks = TaskConfig(("few", "many"), include_path=str(tmp_path / "tasks"))
+    assert [limit_per_task(tasks, number) for number in (1, 2, 9, 10, 20, 34, 35, 99)] == [1, 1, 4, 5, 15, 29, 30, 30]
