@@ -4,8 +4,8 @@
 
 The request lists engines: ``model``, ``settings`` of `vllm.LLM`, and ``asks``. An ask has ``prompts`` of token ids,
 ``sampling`` parameters or a list of them, one for each prompt, and ``together``; False asks one prompt after the other.
-The answer has for each engine the room in its cache, counters, and for each ask the answers and seconds; ``error`` is
-the message of an exception.
+The answer has for each engine the room in its cache, counters, and for each ask the answers, with the seconds until the
+first token and from there to the last one; ``error`` is the message of an exception.
 
 It runs in an environment with vLLM for CPUs and without headscan.
 """
@@ -14,7 +14,6 @@ import gc
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 #: Settings of every engine unless its own replace them.
@@ -36,21 +35,22 @@ def answers_of(engine, ask: dict) -> dict:
     prompts = [{"prompt_token_ids": ids} for ids in ask["prompts"]]
     given = ask["sampling"] if isinstance(ask["sampling"], list) else [ask["sampling"]] * len(prompts)
     sampling = [SamplingParams(**{"temperature": 0, "ignore_eos": True, **each}) for each in given]
-    began = time.perf_counter()
     if ask.get("together", True):
         found = engine.generate(prompts, sampling, use_tqdm=False)
     else:
         pairs = zip(prompts, sampling, strict=True)
         found = [engine.generate([prompt], [each], use_tqdm=False)[0] for prompt, each in pairs]
-    seconds = time.perf_counter() - began
     rows = []
     for each in found:
         output = each.outputs[0]
         row = {"tokens": list(output.token_ids), "cached": each.num_cached_tokens}
+        if each.metrics is not None:
+            row["prompt_seconds"] = each.metrics.first_token_latency
+            row["token_seconds"] = each.metrics.last_token_ts - each.metrics.first_token_ts
         if output.logprobs is not None:
             row["log_probabilities"] = [{token: at.logprob for token, at in each.items()} for each in output.logprobs]
         rows.append(row)
-    return {"answers": rows, "seconds": seconds}
+    return {"answers": rows}
 
 
 def ask_engine(request: dict) -> dict:

@@ -45,9 +45,10 @@ class Checked:
 
     def __init__(self, name: str, scratch: Path) -> None:
         self.name, self.folder, self.scratch = name, scratch / "model", scratch
-        lm = headscan.load(name, device="cpu", dtype="float32")
-        lm.model.save_pretrained(self.folder)
-        lm.require_tokenizer().save_pretrained(self.folder)
+        if not self.folder.exists():
+            lm = headscan.load(name, device="cpu", dtype="float32")
+            lm.model.save_pretrained(self.folder)
+            lm.require_tokenizer().save_pretrained(self.folder)
         self.lm: LoadedModel = headscan.load(self.folder, device="cpu", dtype="float32")
         most = self.lm.max_tokens or 8192
         self.tokens = min(8192, most)
@@ -56,8 +57,10 @@ class Checked:
         self.recall_lengths = (2048, 4096) if most >= 4096 else (256,)
 
     def plan(self, name: str, method: str, *options: str) -> HeadPlan:
-        """Return a plan that `headscan plan` made."""
+        """Return a plan that `headscan plan` made, now or before."""
         out = self.scratch / f"{name}.json"
+        if out.exists():
+            return load_plan(out)
         words = ["plan", str(self.folder), "--method", method, "--out", str(out), "--store", str(self.scratch / "s.db")]
         words += ["--recent", str(self.recent), "--device", "cpu", "--dtype", "float32", *options]
         if headscan_command(words):
@@ -197,7 +200,7 @@ def time_plans(checked: Checked, engines: Path, cycles: int) -> None:
     """Print the seconds of a prompt and of 64 tokens after it, relative to the full model in turn."""
     length = checked.tokens // 2
     ids = (checked.lm.require_tokenizer()(inspect.getsource(argparse)).input_ids * 20)[:length]
-    asks = [{"prompts": [ids], "sampling": {"max_tokens": count}} for count in (1, 1, 1 + _NEW)]
+    asks = [{"prompts": [ids], "sampling": {"max_tokens": count}} for count in (1, 1 + _NEW, 1 + _NEW)]
     columns = ("plan", f"prompt of {length}, s", "a token, ms", "prompt, ratio", "token, ratio")
     table = Table(f"{checked.name}, float32", columns)
     timed: dict[str, list[tuple[float, float]]] = {}
@@ -207,8 +210,9 @@ def time_plans(checked: Checked, engines: Path, cycles: int) -> None:
         engine["settings"]["enable_prefix_caching"] = False
     for _ in range(cycles):
         for name, answer in zip(every, ask(engines, turn), strict=True):
-            _, prompt, both = (each["seconds"] for each in answer["asks"])
-            timed.setdefault(name, []).append((prompt, (both - prompt) / _NEW))
+            warm = [each["answers"][0] for each in answer["asks"][1:]]
+            prompt = min(each["prompt_seconds"] for each in warm)
+            timed.setdefault(name, []).append((prompt, min(each["token_seconds"] for each in warm) / _NEW))
     for name, pairs in timed.items():
         turns = list(zip(timed["full"], pairs, strict=True))
         ratios = [sorted(pair[at] / full[at] for full, pair in turns) for at in (0, 1)]
@@ -225,11 +229,14 @@ def main() -> int:
     parser.add_argument(
         "--questions", type=int, default=40, help="recall questions of a task and length, 4, 8, ... or 0 (default: 40)"
     )
+    parser.add_argument("--keep", type=Path, help="folder for the model and its plans, which the next call uses again")
     parser.add_argument("--speed", action="store_true", help="time the plans instead")
     parser.add_argument("--cycles", type=int, default=3, help="processes, each of which times all plans (default: 3)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        checked = Checked(options.model, Path(scratch))
+        if options.keep is not None:
+            options.keep.mkdir(parents=True, exist_ok=True)
+        checked = Checked(options.model, options.keep or Path(scratch))
         if options.speed:
             time_plans(checked, options.engines, options.cycles)
             return 0
