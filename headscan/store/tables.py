@@ -193,9 +193,8 @@ SPLIT_VERDICTS = Table(
         PART,
         *ARM_VERDICTS.columns[1:],
         *columns(f"""
-            passes BOOLEAN? in rows of {ALL_TASKS}, true if the arm may be selected (selection part), or is
-                removable within one point by intervals widened for the comparisons (confirmation part); NULL in
-                other rows
+            safe BOOLEAN? in rows of {ALL_TASKS}, true if the arm may be selected (selection part), or is safe
+                within one point by intervals widened for the comparisons (confirmation part); NULL in other rows
             comparisons INTEGER? in rows of {ALL_TASKS} on the confirmation part, number of arms of this model that
                 these questions have judged in this store; NULL in other rows
             wide_low DOUBLE? in the same rows, lower end of the difference's interval widened for the comparisons,
