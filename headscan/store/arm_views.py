@@ -56,9 +56,9 @@ _SWEEP_POINTS = f"""
             count(*) AS arms, avg(ablated_share) AS ablated_share, avg(accuracy) AS accuracy, avg(baseline) AS baseline,
             avg(difference) AS difference, avg(low) AS low, avg(high) AS high,
             min(difference) AS lowest, max(difference) AS highest, max(questions) AS questions,
-            min(coalesce(texts, questions)) AS texts, coalesce(bool_or(recall_lost), false) AS recall_lost,
-            CASE WHEN min(coalesce(texts, questions)) >= {MIN_SAFE_TEXTS} AND avg(baseline) >= {MIN_ABOVE_CHANCE / 100}
-                AND bool_and(informative IS NOT false)
+            min(texts) AS texts, coalesce(bool_or(recall_lost), false) AS recall_lost,
+            CASE WHEN min(texts) >= {MIN_SAFE_TEXTS} AND avg(baseline) >= {MIN_ABOVE_CHANCE / 100}
+                AND bool_and(informative)
                 THEN avg(low) > {-MARGIN / 100} AND bool_and(everything_kept) END AS safe
         FROM chosen GROUP BY run_id, kind, criterion, selection, share, CASE WHEN seed IS NULL THEN arm_id END
     )

@@ -39,7 +39,7 @@ from headscan.verdicts.answer_sheets import (
 from headscan.verdicts.controls import SelectedRank, Standing, controls_needed, controls_of, judge_controls
 from headscan.verdicts.judge import Verdict, arm_verdict, benchmark_points
 from headscan.verdicts.metrics import read_metrics
-from headscan.verdicts.verdict_rows import complete_rows, differences_by_arm, rows_of_arm
+from headscan.verdicts.verdict_rows import differences_by_arm, rows_of_arm
 from headscan.verdicts.verdict_table import verdict_text
 from headscan.verdicts.verdict_words import ArmVerdict
 
@@ -257,8 +257,8 @@ class SweepConfirmation:
         self._store, self._run_id, self._max_loss = store, run_id, max_loss
         finished = finished_arms(store, run_id)
         self._baseline, self._finished = finished.baseline, finished.others
-        # Later evaluations into the run change neither the choice nor its rank. Runs of earlier versions do not mark
-        # the arms that a sweep tried and drew, so all of their arms count.
+        # Later evaluations into the run change neither the choice nor its rank. In a run that no sweep made, all arms
+        # count.
         self._arms = tuple(arm for arm in finished.others if arm.swept) or finished.others
         self._scored = [
             arm for arm in self._arms if arm.kind in KINDS and arm.criterion is not None and arm.ablated_share
@@ -448,7 +448,7 @@ class SweepConfirmation:
     def _rows_of_part(self, arms: Sequence[FinishedArm], part: str) -> list[dict[str, Any]]:
         """Return the rows of ``split_verdicts`` of arms on one part; those that the store lacks are computed."""
         arm_ids = {arm.arm_id for arm in arms}
-        rows = complete_rows([row for row in self._recorded if row["part"] == part and row["arm_id"] in arm_ids])
+        rows = [row for row in self._recorded if row["part"] == part and row["arm_id"] in arm_ids]
         stored_ids = {row["arm_id"] for row in rows}
         arms_without_rows = [arm for arm in arms if arm.arm_id not in stored_ids]
         if arms_without_rows:
