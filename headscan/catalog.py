@@ -386,8 +386,8 @@ RECALL_NAMES = ", ".join(RECALL_FAMILIES)
 
 
 def recall_family(task: str) -> RecallFamily:
-    """Return the family of a recall task, such as that of ``needle@512``. A family that is not declared here, which a
-    store of another version can have, has answers that no guess gives.
+    """Return the family of a recall task, such as that of ``needle@512``. A family that is not declared here has
+    answers that no guess gives.
     """
     name = task.partition("@")[0]
     if name in RECALL_FAMILIES:

@@ -82,7 +82,7 @@ class NotAStoreError(StoreError):
 
 
 class StoreVersionError(StoreError):
-    """The store's schema is newer, or older and cannot be upgraded."""
+    """The store has another schema, or views of another version that cannot be rewritten."""
 
 
 class StoreChangedError(StoreError):

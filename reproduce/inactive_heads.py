@@ -109,14 +109,14 @@ def compare(options: argparse.Namespace) -> list[str]:
     store = Store(options.out / "inactive_heads.duckdb")
     run_id = store.resolve_run(kind="evaluate")["run_id"]
     found = store.query(
-        "SELECT coalesce(criterion, 'random') AS score, removable_share FROM all_score_curves"
-        " WHERE run_id = ? AND kind IN ('rule', 'random_rule') ORDER BY removable_share DESC, score",
+        "SELECT coalesce(criterion, 'random') AS score, share_within_point FROM all_score_curves"
+        " WHERE run_id = ? AND kind IN ('rule', 'random_rule') ORDER BY share_within_point DESC, score",
         [run_id],
     ).to_pylist()
     rows = [
         {
             "score": row["score"],
-            "measured %": 100 * row["removable_share"],
+            "measured %": 100 * row["share_within_point"],
             "paper % (14 models)": PAPER_MEANS.get(row["score"]),
         }
         for row in found

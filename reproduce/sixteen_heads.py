@@ -68,7 +68,7 @@ def compare(options: argparse.Namespace) -> list[str]:
             "measured": f"layer {worst.layer}: {worst.effect:+.3g} {worst.metric}",
             "paper": PAPER_ALL_BUT_ONE,
         },
-        {"": "removable, most important heads last", "measured": "headscan referee", "paper": PAPER_PRUNABLE},
+        {"": "prunable, most important heads last", "measured": "headscan referee", "paper": PAPER_PRUNABLE},
     ]
     return beside(f"Single heads of {options.model}", rows, "arXiv 1905.10650, WMT14 English-French and GLUE")
 

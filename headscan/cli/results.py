@@ -49,7 +49,7 @@ class Result:
 
 def arm_row(arm: ArmVerdict) -> dict[str, Any]:
     """Return the settings, the numbers and the verdict in words of an arm. Without tasks that have right answers,
-    accuracy, `removable`, `outcome`, `label` and `why` are None.
+    accuracy, `safe`, `outcome`, `label` and `why` are None.
     """
     accuracy = arm.accuracy
     is_judged = accuracy is not None
@@ -61,7 +61,7 @@ def arm_row(arm: ArmVerdict) -> dict[str, Any]:
         "ablated_share": arm.ablated_share,
         "selection": arm.selection,
         "replacement": arm.replacement,
-        "removable": arm.is_safe if is_judged else None,
+        "safe": arm.is_safe if is_judged else None,
         "outcome": arm.outcome if is_judged else None,
         "label": arm.label if is_judged else None,
         "why": arm.why if is_judged else None,

@@ -94,10 +94,8 @@ def curves_text(curves: Sequence[Curve]) -> str:
                 for share in shares
             }
             | {
-                "removable %": round(100 * curve.removable_share, 2),
-                "strictly %": None
-                if curve.removable_share_strict is None
-                else round(100 * curve.removable_share_strict, 2),
+                "within point %": round(100 * curve.share_within_point, 2),
+                "safe %": None if curve.safe_share is None else round(100 * curve.safe_share, 2),
             }
         )
     if not rows:
@@ -105,9 +103,9 @@ def curves_text(curves: Sequence[Curve]) -> str:
     questions = max(point.questions for curve in curves for point in curve.points)
     return (
         "Accuracy in percent at each nominal share of heads (in brackets: the share really ablated).\n"
-        "removable: the largest share of heads at which the curve, straight between the tested shares, is within one\n"
-        "point of the baseline. strictly: the largest tested share such that it and all smaller ones pass: the lower\n"
-        "end of the interval is above -1 point and no recall is lost. strictly is empty with fewer than"
+        "within point: the largest share of heads at which the curve, straight between the tested shares, is within\n"
+        "one point of the baseline. safe: the largest tested share such that it and all smaller ones are safe: the\n"
+        "lower end of the interval is above -1 point and no recall is lost. safe is empty with fewer than"
         f" {MIN_SAFE_TEXTS} questions,\n"
         f"or if the model is right on less than {MIN_ABOVE_CHANCE:g} % of them. Both use all {questions:,} questions"
         " and are not corrected\n"

@@ -211,7 +211,7 @@ def rank_importance(
 
 def _no_importance(store: Store, run_id: str, name: str, site: str) -> SelectionError:
     """Return the error for an importance that is NULL for all heads of a site."""
-    means = list(dict.fromkeys([*(term.mean for term in IMPORTANCES[name].terms), "sequence_importance"]))
+    means = list(dict.fromkeys(term.mean for term in IMPORTANCES[name].terms))
     values = store.query(
         f"SELECT {', '.join(means)} FROM all_importance_summary WHERE run_id = ? AND site = ?", [run_id, site]
     ).to_pydict()
@@ -220,8 +220,6 @@ def _no_importance(store: Store, run_id: str, name: str, site: str) -> Selection
         why = "it measured no recall prompts. Measure importance with recall prompts, or rank by importance"
     elif missing == "relative_entropy":
         why = "no sequence has 2 tokens and a finite entropy. Measure other texts, or rank by importance"
-    elif missing == "importance" and any(value is not None for value in values["sequence_importance"]):
-        why = "an older version measured it. Measure again, or rank by sequence_importance"
     elif missing is not None:
         why = "its gradients are not finite. Measure again in another dtype"
     else:

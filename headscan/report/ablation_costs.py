@@ -12,10 +12,10 @@ from headscan.report.arm_chart import (
     FRAME,
     arms_figure,
     recall_figure,
-    removable_figure,
-    removable_text,
+    safe_text,
     share_figure,
-    strict_text,
+    shares_figure,
+    within_point_text,
 )
 from headscan.report.page_parts import percent
 from headscan.report.share_chart import ArmPoint, curves_figure, pruning_figure, site_figure
@@ -50,11 +50,11 @@ def sweep_parts(curves: Sequence[Curve], choices: Sequence[SweepChoice] = ()) ->
     parts.append(pages.paragraph(_explanation(curves), "note"))
     for kind, title in _TITLES.items():
         members = [curve for curve in curves if curve.kind in (kind, kind.control)]
-        members.sort(key=lambda curve: (curve.is_random, -(curve.removable_share_strict or 0.0)))
+        members.sort(key=lambda curve: (curve.is_random, -(curve.safe_share or 0.0)))
         if any(not curve.is_random for curve in members):
             parts += [pages.heading(title), pages.paragraph(_best(members))]
             parts.append(pages.figure(curves_figure(members), f"curves-{kind}"))
-            parts += [pages.figure(removable_figure(members), f"removable-{kind}"), _curve_table(members)]
+            parts += [pages.figure(shares_figure(members), f"shares-{kind}"), _curve_table(members)]
     return parts
 
 
@@ -63,7 +63,7 @@ def _selected(choices: Sequence[SweepChoice]) -> list[str]:
         note = (
             "Half of the questions of each task and one of four recall texts select the best rule and the best mask."
             " The others judge them, so each interval is as valid as that of an arm chosen in advance: an arm that"
-            f" truly loses more than {MARGIN:g} point is called removable in at most about 2.5 % of sweeps. All arms"
+            f" truly loses more than {MARGIN:g} point is called safe in at most about 2.5 % of sweeps. All arms"
             " that these questions have judged share this error, so each further one widens the intervals of all."
             " Questions about one document, or about one recall text, are in the same part."
         )
@@ -83,32 +83,33 @@ def _explanation(curves: Sequence[Curve]) -> str:
     questions = max(point.questions for curve in curves for point in curve.points)
     return (
         f"The curves use all {questions:,} questions and are not corrected for comparing {len(curves)} of them."
-        " Removable: the share of heads at which the curve last falls one point below the baseline (arXiv 2504.03889)."
-        f" Strict: the largest tested share that passes together with every smaller one; a share passes if the lower"
-        f" end of the interval is above -{MARGIN:g} point and no recall is lost (crosses mark lost recall). It requires"
-        f" {MIN_SAFE_TEXTS} questions, of which the model answers {MIN_ABOVE_CHANCE:g} % correctly. “≥”: no larger"
-        " share was tested. Accuracy up to a share is the mean under the curve; at least half of the curves reach that"
-        " share. Shares are measured shares of ablated heads, which differ from the quantile of a rule. Random arms are"
+        " Within one point: the share of heads at which the curve last falls one point below the baseline (arXiv"
+        " 2504.03889). Safe: the largest tested share that is safe together with every smaller one; a share is safe if"
+        f" the lower end of the interval is above -{MARGIN:g} point and no recall is lost (crosses mark lost recall)."
+        f" It requires {MIN_SAFE_TEXTS} questions, of which the model answers {MIN_ABOVE_CHANCE:g} % correctly. “≥”: no"
+        " larger share was tested. Accuracy up to a share is the mean under the curve; at least half of the curves"
+        " reach that share. Shares are measured shares of ablated heads, which differ from the quantile of a rule."
+        " Random arms are"
         " means over their seeds."
     )
 
 
 def _best(curves: Sequence[Curve]) -> str:
-    """Return the headline of curves, by the strict share only."""
+    """Return the headline of curves, by the safe share only."""
     best = curves[0]
     texts = max(point.texts for curve in curves for point in curve.points)
-    if best.removable_share_strict is None:
+    if best.safe_share is None:
         if texts < MIN_SAFE_TEXTS:
             return (
-                f"{texts:,} questions cannot show that heads are removable within {MARGIN:g} point: at least"
+                f"{texts:,} questions cannot show that an arm is safe within {MARGIN:g} point: at least"
                 f" {MIN_SAFE_TEXTS} are needed. Sweep with more questions."
             )
-        return "The model answers too few questions right to show that heads are removable."
-    if not best.removable_share_strict:
+        return "The model answers too few questions right to show that an arm is safe."
+    if not best.safe_share:
         return "No score is shown to remove heads: the smallest tested share of each may lose more than one point."
-    text = f"{best.name} removes most heads: {strict_text(best)}, with every smaller tested share passing"
+    text = f"{best.name} removes most heads: {safe_text(best)}, with every smaller tested share safe, too"
     chance = next((curve for curve in curves if curve.is_random), None)
-    return f"{text}." if chance is None else f"{text}; random heads: {strict_text(chance)}."
+    return f"{text}." if chance is None else f"{text}; random heads: {safe_text(chance)}."
 
 
 def _curve_table(curves: Sequence[Curve]) -> str:
@@ -117,8 +118,8 @@ def _curve_table(curves: Sequence[Curve]) -> str:
         curves,
         {
             "score": lambda curve: curve.name,
-            "removable": removable_text,
-            "strict": strict_text,
+            "within one point": within_point_text,
+            "safe": safe_text,
             "recall lost from": lambda curve: percent(curve.recall_lost_at),
             f"accuracy up to {percent(upto)}": lambda curve: percent(curve.area),
             "most ablated": lambda curve: percent(curve.reach),
@@ -137,7 +138,7 @@ _MOST_UNFOLDED = 20
 _DIFFERENCE = (
     "difference to the baseline on the same questions with its 95 % interval (bootstrap within tasks; if few answers"
     " differ, the wider one of bootstrap and score test), and McNemar's exact test. The dashed line is one point below"
-    " the baseline. An arm is removable within one point if its whole interval lies above that line, no single task"
+    " the baseline. An arm is safe within one point if its whole interval lies above that line, no single task"
     " loses more than one point (with intervals widened for the number of tasks)"
 )
 
@@ -191,7 +192,7 @@ def _recall_parts(verdict: Verdict) -> list[str]:
     note = (
         "Each point is an arm: its difference in the recall tasks over its difference in the benchmark, in points. A"
         " benchmark of short questions does not show the loss of retrieval heads (arXiv 2404.15574): arms at the lower"
-        " right pass the benchmark and lose recall."
+        " right keep the benchmark and lose recall."
     )
     if min(arm.paired.difference for arm in verdict.arms) < -FRAME:
         note += (

@@ -146,14 +146,14 @@ def cache_answer(
     hint: CacheHint,
     commands: Commands,
 ) -> ReportAnswer:
-    """Return the largest saving of a plan that passes, or the state of the evidence instead. ``left`` is the share of
+    """Return the largest saving of a safe plan, or the state of the evidence instead. ``left`` is the share of
     the cache that is left at ``tokens`` tokens, by arm; ``hint`` is what the scan says without a plan.
     """
     arms = [] if verdict is None else [arm for arm in verdict.arms if arm.name in left and not arm.is_random]
     if not arms:
         return _unjudged(plan, hint, commands)
-    passing = [arm for arm in arms if arm.is_safe]
-    best = min(passing, key=lambda arm: left[arm.name]) if passing else max(arms, key=lambda arm: arm.paired.low)
+    safe = [arm for arm in arms if arm.is_safe]
+    best = min(safe, key=lambda arm: left[arm.name]) if safe else max(arms, key=lambda arm: arm.paired.low)
     saved, at = f"{1 - left[best.name]:.1%}", f" at {tokens:,} tokens" if tokens else ""
     cost = _cost(best, f"{saved} of the cache less{at} changes")
     how = _how((), len(arms))
@@ -163,7 +163,7 @@ def cache_answer(
 def _answer(
     question: str, best: ArmVerdict, what: str, saving: str, cost: str, how: str, link: str, command: str
 ) -> ReportAnswer:
-    """Return the answer from the best arm: its ``saving`` if it passes, else why no ``what`` does."""
+    """Return the answer from the best arm: its ``saving`` if it is safe, else why no ``what`` is."""
     if not best.is_safe:
         headline, lead = _not_shown(best, what)
         detail = f"{lead} {cost}{how if headline == 'None shown' else ''}"
@@ -174,7 +174,7 @@ def _answer(
 
 
 def _not_shown(best: ArmVerdict, what: str) -> tuple[str, str]:
-    """Return the headline and the reason if no ``what`` passes; ``best`` comes closest."""
+    """Return the headline and the reason if no ``what`` is safe; ``best`` comes closest."""
     if not best.paired.above_chance:
         return "Model at chance", "The model itself is at or near chance, so its questions show nothing."
     if best.questions_needed is not None and best.too_few_questions:
@@ -302,7 +302,7 @@ def inactive_answer(spreads: Mapping[str, Spread], inactive: InactiveHeads, comm
     others = [other.heads for each, other in counts.items() if each != name]
     if others:
         detail += f" The {len(others)} other scores give {min(others):,} to {max(others):,} heads."
-    detail += " Inactive is not removable: only an ablation shows that."
+    detail += " Only an ablation shows whether it is safe to remove them."
     state: State = "known" if count.heads else "open"
     return ReportAnswer(_INACTIVE_QUESTION, f"{count.heads:,} of {inactive.total:,}", detail, state, INACTIVE)
 
@@ -408,10 +408,10 @@ def pruning_answer(verdict: Verdict | None, inactive: InactiveHeads, commands: C
 
 
 def _best(arms: Sequence[ArmVerdict]) -> ArmVerdict:
-    """Return the passing arm with the largest share; if none passes, the one with the best lower end."""
-    passing = [arm for arm in arms if arm.is_safe]
-    if passing:
-        return max(passing, key=lambda arm: (arm.ablated_share or 0.0, arm.paired.low))
+    """Return the safe arm with the largest share; if none is safe, the one with the best lower end."""
+    safe = [arm for arm in arms if arm.is_safe]
+    if safe:
+        return max(safe, key=lambda arm: (arm.ablated_share or 0.0, arm.paired.low))
     return max(arms, key=lambda arm: arm.paired.low)
 
 

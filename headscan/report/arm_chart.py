@@ -1,4 +1,4 @@
-"""Charts of arms compared with their baseline, in the benchmark and in recall, and of removable shares."""
+"""Charts of arms compared with their baseline, in the benchmark and in recall, and of the shares that sweeps find."""
 
 from __future__ import annotations
 
@@ -185,24 +185,20 @@ def _hover_text(arm: ArmVerdict, recall: RecallVerdict) -> str:
     )
 
 
-_PAPER, _STRICT = "#8fb3d9", "#1f5fa8"
+_PAPER, _SAFE = "#8fb3d9", "#1f5fa8"
 
 
-def removable_figure(curves: Sequence[Curve]) -> go.Figure:
-    """Draw two removable shares of each curve as bars, for curves of one kind and its random controls in the order of
-    the rows: the share at which accuracy last falls one point below the baseline (arXiv 2504.03889), and the largest
-    tested share that passes together with every smaller tested one.
+def shares_figure(curves: Sequence[Curve]) -> go.Figure:
+    """Draw two shares of each curve as bars, for curves of one kind and its random controls in the order of the
+    rows: the share at which accuracy last falls one point below the baseline (arXiv 2504.03889), and the largest
+    tested share that is safe together with every smaller tested one.
     """
     figure = go.Figure()
-    figure.add_trace(_bars(curves, "accuracy within one point", _PAPER, lambda c: c.removable_share, removable_text))
     figure.add_trace(
-        _bars(
-            curves,
-            "strict: this tested share and all smaller ones pass",
-            _STRICT,
-            lambda c: c.removable_share_strict or 0.0,
-            strict_text,
-        )
+        _bars(curves, "accuracy within one point", _PAPER, lambda c: c.share_within_point, within_point_text)
+    )
+    figure.add_trace(
+        _bars(curves, "safe: this tested share and all smaller ones", _SAFE, lambda c: c.safe_share or 0.0, safe_text)
     )
     figure.update_xaxes(title_text="heads ablated, %", rangemode="tozero", zeroline=False)
     figure.update_yaxes(autorange="reversed", showgrid=False, zeroline=False, automargin=True, ticksuffix=" ")
@@ -211,16 +207,16 @@ def removable_figure(curves: Sequence[Curve]) -> go.Figure:
     return styled(figure, 940, 130 + 34 * len(curves)).update_layout(legend=LEGEND_ABOVE)
 
 
-def removable_text(curve: Curve) -> str:
-    """Return the removable share in percent, by the rule of the paper."""
-    return _share_text(curve, curve.removable_share)
+def within_point_text(curve: Curve) -> str:
+    """Return the share within one point in percent, by the rule of the paper."""
+    return _share_text(curve, curve.share_within_point)
 
 
-def strict_text(curve: Curve) -> str:
-    """Return the strict removable share, or why it is missing."""
-    if curve.removable_share_strict is None:
+def safe_text(curve: Curve) -> str:
+    """Return the safe share in percent, or why it is missing."""
+    if curve.safe_share is None:
         return "too few questions or correct answers"
-    text = _share_text(curve, curve.removable_share_strict)
+    text = _share_text(curve, curve.safe_share)
     return f"{text}, then recall is lost" if curve.stopped_by_recall else text
 
 

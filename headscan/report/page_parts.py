@@ -19,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from headscan.store.provenance import provenance_changes, provenance_history
+from headscan.store.provenance import provenance_changes
 from headscan.store.store import Store
 
 #: What a row of a table shows.
@@ -242,10 +242,9 @@ def provenance_section(runs: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
 
 
 def _run_facts(run: Mapping[str, Any]) -> str:
-    history = provenance_history(run)
     resumed = [
         f"{new['since']}: {', '.join(changes)}"
-        for old, new in pairwise(history)
+        for old, new in pairwise(run["provenance"])
         if (changes := provenance_changes(old, new))
     ]
     packages = ", ".join(f"{name} {version}" for name, version in (run["packages"] or {}).items())
@@ -266,7 +265,7 @@ def _run_facts(run: Mapping[str, Any]) -> str:
             ("Corpus report", one_line(run["report"]) if run["report"] else None),
             ("headscan", run["code_version"]),
             ("Packages", packages or None),
-            ("Device", history[0].get("device")),
+            ("Device", run["provenance"][0].get("device")),
             ("Resumed with changes", "; ".join(resumed) or None),
         ]
     )

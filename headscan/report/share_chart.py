@@ -28,7 +28,7 @@ from headscan.verdicts.verdict_words import ArmVerdict
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _SYMBOLS = ("circle", "square", "triangle-up", "star")
 
-#: Colours of the scores with the largest removable shares. The others are pale lines with their name on hover.
+#: Colours of the scores with the largest safe shares. The others are pale lines with their name on hover.
 BEST_COLOURS = _COLOURS[:4]
 
 _PALE = "#c9ced6"

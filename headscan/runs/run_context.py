@@ -28,7 +28,7 @@ from headscan.runs.code_version import software_of
 from headscan.runs.model_identity import ModelFacts, ModelIdentity, identify, model_facts
 from headscan.runs.progress import at_work
 from headscan.sizing.model_sizes import model_sizes
-from headscan.store.provenance import provenance_changes, provenance_history, unfinished_runs
+from headscan.store.provenance import provenance_changes, unfinished_runs
 from headscan.store.records import RunKind, RunRecord, RunState
 from headscan.store.store import Store, refuse_resume, run_identity
 from headscan.store.tables import TABLES
@@ -226,7 +226,7 @@ class Run(ModelContext):
         run = self.stored_run(kind, fingerprint)
         if run is None:
             return None
-        changes = provenance_changes(provenance_history(run)[-1], software_of(self.identity.code_files_hash))
+        changes = provenance_changes(run["provenance"][-1], software_of(self.identity.code_files_hash))
         if run["status"] != "finished":
             if changes and not self.resume_anyway:
                 raise refuse_resume(run["run_id"], changes)
@@ -259,7 +259,7 @@ class Run(ModelContext):
         """
         known = self.stored_run(record.kind, record.fingerprint)
         if known is not None and known["status"] == "finished" and not self.resume_anyway:
-            changes = provenance_changes(provenance_history(known)[-1], record.provenance)
+            changes = provenance_changes(known["provenance"][-1], record.provenance)
             if changes:
                 self.say(f"run {known['run_id']} is measured again with {', '.join(changes)}")
                 self.store.restart_run(record)

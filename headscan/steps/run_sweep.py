@@ -197,7 +197,7 @@ def run_sweep(config: SweepConfig, run: Run) -> SweepResult:
     if config.confirm and 0 < half < least:
         run.say(
             f"each half of the questions has about {half} (limit {least}), too few to confirm any arm as"
-            " removable. Raise `limit`, or use `confirm=False` to judge on all questions"
+            " safe. Raise `limit`, or use `confirm=False` to judge on all questions"
         )
     check_next_token_head(run)
     check_generates(run.pool, questions.requests)

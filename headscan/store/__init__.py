@@ -1,6 +1,6 @@
 """The store: one DuckDB file.
 
-`store` reads and writes it, through `connection`, which creates, checks and upgrades the file. `tables` and
+`store` reads and writes it, through `connection`, which creates and checks the file. `tables` and
 `scan_tables` declare the tables, `views`, `arm_views` and `macros` the SQL on them, `records` the rows that go in and
 out, `provenance` the software of a run.
 

@@ -56,17 +56,17 @@ _SWEEP_POINTS = f"""
             count(*) AS arms, avg(ablated_share) AS ablated_share, avg(accuracy) AS accuracy, avg(baseline) AS baseline,
             avg(difference) AS difference, avg(low) AS low, avg(high) AS high,
             min(difference) AS lowest, max(difference) AS highest, max(questions) AS questions,
-            min(coalesce(texts, questions)) AS texts, coalesce(bool_or(recall_lost), false) AS recall_lost,
-            CASE WHEN min(coalesce(texts, questions)) >= {MIN_SAFE_TEXTS} AND avg(baseline) >= {MIN_ABOVE_CHANCE / 100}
-                AND bool_and(informative IS NOT false)
-                THEN avg(low) > {-MARGIN / 100} AND bool_and(everything_kept) END AS passes
+            min(texts) AS texts, coalesce(bool_or(recall_lost), false) AS recall_lost,
+            CASE WHEN min(texts) >= {MIN_SAFE_TEXTS} AND avg(baseline) >= {MIN_ABOVE_CHANCE / 100}
+                AND bool_and(informative)
+                THEN avg(low) > {-MARGIN / 100} AND bool_and(everything_kept) END AS safe
         FROM chosen GROUP BY run_id, kind, criterion, selection, share, CASE WHEN seed IS NULL THEN arm_id END
     )
     FROM measured
     UNION ALL BY NAME
     SELECT run_id, kind, criterion, selection, 0.0 AS share, 0 AS arms, 0.0 AS ablated_share, avg(baseline) AS accuracy,
         avg(baseline) AS baseline, 0.0 AS difference, 0.0 AS low, 0.0 AS high, 0.0 AS lowest, 0.0 AS highest,
-        max(questions) AS questions, max(texts) AS texts, false AS recall_lost, true AS passes
+        max(questions) AS questions, max(texts) AS texts, false AS recall_lost, true AS safe
     FROM measured GROUP BY run_id, kind, criterion, selection
 """
 
@@ -74,7 +74,7 @@ _SCORE_CURVES = f"""
     WITH curves AS (
         SELECT run_id, kind, criterion, selection, count(*) FILTER (arms > 0) AS points, avg(baseline) AS baseline,
             list(ablated_share) AS shares, list(accuracy) AS accuracies, max(ablated_share) AS reach,
-            bool_and(passes IS NOT NULL) AS can_tell, min(ablated_share) FILTER (NOT passes) AS first_failed
+            bool_and(safe IS NOT NULL) AS can_tell, min(ablated_share) FILTER (NOT safe) AS first_failed
         FROM all_sweep_points GROUP BY run_id, kind, criterion, selection
     ),
     reached AS (
@@ -83,15 +83,15 @@ _SCORE_CURVES = f"""
     ),
     spans AS (SELECT run_id, max(share) AS area_upto FROM reached GROUP BY run_id)
     SELECT run_id, kind, criterion, selection, points,
-        last_crossing(shares, accuracies, baseline - {MARGIN / 100}) AS removable_share,
+        last_crossing(shares, accuracies, baseline - {MARGIN / 100}) AS share_within_point,
         CASE WHEN can_tell THEN coalesce(
             list_max(list_filter(shares, lambda share: first_failed IS NULL OR share < first_failed)), 0.0
-        ) END AS removable_share_strict,
+        ) END AS safe_share,
         CASE WHEN reach >= {_REACHED} * area_upto
             THEN curve_area(shares, accuracies, least(reach, area_upto)) END AS area,
         area_upto
     FROM curves LEFT JOIN spans USING (run_id)
-    ORDER BY removable_share DESC, run_id, kind, criterion, selection
+    ORDER BY share_within_point DESC, run_id, kind, criterion, selection
 """
 
 # Whole documents are split (texts in recall tasks), because a document in two tasks, such as the letter and the cloze
@@ -119,9 +119,9 @@ _QUESTION_SPLIT = f"""
 
 _SWEEP_CONFIRMED = f"""
     SELECT a.run_id, a.arm_id, a.name AS arm, a.kind, a.criterion, a.selection, a.share, a.ablated_share,
-        s.questions AS selection_questions, s.difference AS selection_difference, s.passes AS selection_passed,
+        s.questions AS selection_questions, s.difference AS selection_difference, s.safe AS selection_safe,
         c.questions, c.baseline, c.accuracy, c.difference, c.low, c.high, c.gained, c.lost, c.p_value,
-        c.comparisons, c.wide_low, c.passes AS removable
+        c.comparisons, c.wide_low, c.safe
     FROM split_verdicts c JOIN split_verdicts s USING (arm_id, task, recall) JOIN arms a USING (arm_id)
     WHERE c.part = {literal(CONFIRMATION)} AND s.part = {literal(SELECTION)} AND task = {literal(ALL_TASKS)}
         AND c.selected IS NOT false
@@ -180,7 +180,7 @@ ARM_VIEWS: dict[str, View] = {
             "questions": _VERDICT["questions"],
             "texts": "number of independent texts; both forms of a question share a text",
             "recall_lost": "true if an arm fails a family of recall tasks that the baseline solves",
-            "passes": f"true if low is above -{MARGIN:g} point, the arms have no failed row in arm_verdicts, and they"
+            "safe": f"true if low is above -{MARGIN:g} point, the arms have no failed row in arm_verdicts, and they"
             f" keep the recall of the baseline; NULL with fewer than {MIN_SAFE_TEXTS} texts, or if the baseline is"
             f" not shown to be above chance or is less than {MIN_ABOVE_CHANCE:g} points above it; the loss of text is"
             " not counted",
@@ -188,15 +188,15 @@ ARM_VIEWS: dict[str, View] = {
     ),
     "score_curves": View(
         _SCORE_CURVES,
-        "one row per curve: removable share of heads within one point, and mean accuracy",
+        "one row per curve: share of heads within one point, safe share, and mean accuracy",
         {
             **_CURVE,
             "points": "number of points of the curve, without the baseline",
-            "removable_share": f"share of heads, 0 to 1, at which accuracy last falls {MARGIN:g} point below the"
+            "share_within_point": f"share of heads, 0 to 1, at which accuracy last falls {MARGIN:g} point below the"
             " baseline (arXiv 2504.03889); the largest share if it never does",
-            "removable_share_strict": "largest tested share of heads, 0 to 1, up to which every tested share passes"
-            " (see passes in sweep_points); 0 if the smallest fails, NULL if passes is NULL at a point. Uses all"
-            " questions, and is not corrected for the number of curves; sweep_confirmed is",
+            "safe_share": "largest tested share of heads, 0 to 1, up to which every tested share is safe (see"
+            " safe in sweep_points); 0 if the smallest is not, NULL if safe is NULL at a point. Uses all questions, and"
+            " is not corrected for the number of curves; sweep_confirmed is",
             "area": "mean accuracy over shares from 0 to area_upto, 0 to 1; NULL if the curve does not reach area_upto",
             "area_upto": "largest nominal share of heads, 0 to 1, that at least half of the run's curves reach (within"
             f" {1 - _REACHED:.0%}; the area of a shorter curve ends with the curve)",
@@ -224,13 +224,13 @@ ARM_VIEWS: dict[str, View] = {
             "selection_questions": "number of benchmark questions that selected the arm",
             "selection_difference": "accuracy minus baseline on the selecting questions, -1 to 1; biased upwards,"
             " because the best of many arms was selected",
-            "selection_passed": "true if the arm passes on the selecting questions; false if no arm of its kind passes,"
-            " and this one is the closest",
+            "selection_safe": "true if the arm is safe on the selecting questions; false if no arm of its kind is, and"
+            " this one is the closest",
             "questions": "number of benchmark questions that judge the arm; none of them selected it",
             **{name: _VERDICT[name] for name in ("baseline", "accuracy", "difference", "low", "high")},
             **{name: _VERDICT[name] for name in ("gained", "lost", "p_value")},
             **{column.name: column.comment for column in SPLIT_VERDICTS.columns if column.name in _WIDENED},
-            "removable": "true if the arm is removable within one point and keeps recall, on the judging questions"
+            "safe": "true if the arm is safe within one point and keeps recall, on the judging questions"
             " alone, by intervals widened for the comparisons; the loss of text is not counted",
         },
     ),

@@ -1,11 +1,10 @@
-"""Connections to the file of a store: queries, creation, format check, upgrade in place and check of its definitions.
+"""Connections to the file of a store: queries, creation, check of its schema and of its definitions.
 
 After a crash the disk holds either a complete store with its ``.wal``, which the next opening replays, or no store
 and a hidden ``.<name>.<random>.new``, which is never read. A store gets its name only after its tables are complete.
 
-A store with older tables is backed up before it is upgraded. Views, functions and comments hold no data, so they are
-created again, without a backup, if the hash of the first two in ``meta`` differs, or the version of DuckDB, each of
-which rewrites the SQL of views differently.
+A store of another schema is refused. Views, functions and comments hold no data, so they are created again if the hash
+of the first two in ``meta`` differs, or the version of DuckDB, each of which rewrites the SQL of views differently.
 
 A view or function of an untrusted store could read files or return wrong numbers under a known name, and a function
 named like a built-in one (``avg``) replaces it. A store is trusted only if its tables, views and functions equal
@@ -15,22 +14,19 @@ those of the schema. It may have further tables and views; headscan does not rea
 from __future__ import annotations
 
 import errno
-import filecmp
 import hashlib
-import itertools
 import os
 import re
 import secrets
-import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
 from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import duckdb
 import pyarrow as pa
@@ -46,10 +42,9 @@ from headscan.errors import (
     StoreVersionError,
     first_line,
 )
-from headscan.store.records import ABLATING_KINDS_SQL
-from headscan.store.scan_tables import Table, literal, table_statement
+from headscan.store.scan_tables import HEAD_STATISTICS, literal, table_statement
 from headscan.store.summaries import incomplete_summaries_sql
-from headscan.store.tables import FORMAT, RENAMED, SCHEMA_VERSION, TABLES
+from headscan.store.tables import FORMAT, SCHEMA_VERSION, TABLES
 from headscan.store.views import ALL_RUNS, VIEWS, view_statements
 
 #: Settings of a writing connection, which uses the store, its log and its temporary folder.
@@ -306,12 +301,6 @@ def tables(connection: duckdb.DuckDBPyConnection) -> set[str]:
     return {str(row[0]) for row in connection.execute(f"{_QUERIES['table']} {_OWN}").fetchall()}
 
 
-def functions(connection: duckdb.DuckDBPyConnection) -> set[tuple[str, str]]:
-    """Return name and DuckDB type of the functions in the main schema."""
-    rows = connection.execute(f"{_QUERIES['function']} {_OWN}").fetchall()
-    return {(str(row[0]), str(row[2])) for row in rows}
-
-
 def definitions(connection: duckdb.DuckDBPyConnection) -> Definitions:
     """Return all definitions of the main schema."""
     entries: dict[CatalogEntry, tuple[object, ...]] = {}
@@ -327,7 +316,7 @@ def definitions(connection: duckdb.DuckDBPyConnection) -> Definitions:
 
 #: The `digest` of `declared`, which takes 0.3 s to compute, by version of DuckDB. A store with this digest can be
 #: trusted. With other versions of DuckDB, the definitions themselves are compared.
-DIGESTS: Mapping[str, str] = {"2.0.0": "fbfb6df3ea6fa2f71cf534f5d374daabf2a8fb029988a8a364f94f8fe76fe54f"}
+DIGESTS: Mapping[str, str] = {"2.0.0": "b19763d658b832d4a4f524e14f44e266943d2c67b48b8c94bbea0349da659668"}
 
 
 def schema_statements() -> list[str]:
@@ -383,30 +372,13 @@ def differences(present: Definitions, kinds: Collection[str] = DEFINITION_KINDS)
     return sorted(phrases)
 
 
-#: Additional SQL of an upgrade from each schema version, which moves or fills data. It runs after missing tables and
-#: columns were added and before views and functions are created.
-STEPS: Mapping[int, Sequence[str]] = {
-    # Before schema 8, ablated heads were always replaced by zero.
-    7: (f"UPDATE arms SET replacement = 'zero' WHERE kind IN ({ABLATING_KINDS_SQL}) AND replacement IS NULL",),
-    # Before schema 14, questions instead of texts showed that a baseline solves recall tasks. Rows without a number of
-    # texts are computed again.
-    13: tuple(
-        f"UPDATE {table} SET texts = NULL WHERE recall AND informative" for table in ("arm_verdicts", "split_verdicts")
-    ),
-}
-
 _SHOWN_DIFFERENCES = 5
 
 
-class Written(NamedTuple):
-    """The version of a store's tables, and whether they, the views or DuckDB differ from those in use."""
-
-    schema: int
-    outdated: bool
-
-
-def written_with(connection: duckdb.DuckDBPyConnection, path: Path) -> Written:
-    """Return what wrote the open file, from the table ``meta`` alone."""
+def is_current(connection: duckdb.DuckDBPyConnection, path: Path) -> bool:
+    """Return True if this headscan and this DuckDB wrote the views of the open file, from the table ``meta`` alone;
+    raise StoreVersionError for another schema.
+    """
     names = tables(connection)
     if not names:
         raise StoreMissingError(f"the store at {path} is empty. Run `headscan scan` first, or name another path")
@@ -414,12 +386,17 @@ def written_with(connection: duckdb.DuckDBPyConnection, path: Path) -> Written:
     version = meta.get("schema_version") or ""
     if meta.get("format") != FORMAT or not (version.isascii() and version.isdecimal()):
         raise NotAStoreError(f"{path} is a DuckDB file but not a headscan store. Name another path")
-    if int(version) > SCHEMA_VERSION:
+    require_schema(int(version), path)
+    return _meta_rows().items() <= meta.items()
+
+
+def require_schema(version: int, path: str | Path) -> None:
+    """Raise StoreVersionError unless this headscan reads the schema ``version``."""
+    if version != SCHEMA_VERSION:
         raise StoreVersionError(
-            f"{path} has schema version {version}, newer than version {SCHEMA_VERSION} of this headscan. Install a"
-            " newer headscan"
+            f"{path} has schema {version} (this headscan reads schema {SCHEMA_VERSION}). Use the version of headscan"
+            " that made it, or scan again into a new store"
         )
-    return Written(int(version), not _meta_rows().items() <= meta.items())
 
 
 def _meta(connection: duckdb.DuckDBPyConnection) -> dict[str, str | None]:
@@ -445,101 +422,40 @@ def verify(connection: duckdb.DuckDBPyConnection, path: Path, kinds: Collection[
         )
 
 
-def upgrade(
-    path: Path,
-    connect: Callable[[], AbstractContextManager[duckdb.DuckDBPyConnection]],
-    say: Callable[[str], None] | None = None,
-) -> None:
-    """Upgrade an outdated store, after a backup if a step changes rows; ``say`` is called with one line when a backup
-    was written, and None disables it.
+def rewrite_views(path: Path, connect: Callable[[], AbstractContextManager[duckdb.DuckDBPyConnection]]) -> None:
+    """Replace the views, functions and comments of a store that another headscan or DuckDB wrote, add the columns of
+    new statistics, and delete summaries that lack a new score.
     """
     if not (os.access(path, os.W_OK) and os.access(path.absolute().parent, os.W_OK)):
         raise StoreVersionError(
-            f"{path} was written by another version of headscan or DuckDB and must be upgraded, but it or its folder"
-            " is read-only. Copy the store to a folder that you can write to and name the copy"
+            f"{path} has the views of another version of headscan or DuckDB, and it or its folder is read-only. Copy"
+            " the store to a folder that you can write to and name the copy"
         )
-    # POSIX drops DuckDB's file lock when this process closes any handle of the file, so this handle is closed last.
-    with path.open("rb") as content, connect() as connection:
-        written = written_with(connection, path)
-        if not written.outdated:
+    with connect() as connection:
+        if is_current(connection, path):
             return
-        if any(step in STEPS for step in range(written.schema, SCHEMA_VERSION)):  # rows change, nothing is just added
-            backup = _back_up(connection, content, path, written.schema)
-            if say is not None:
-                say(f"upgrading {path} from schema {written.schema} to {SCHEMA_VERSION}; the old file is {backup}")
         with transaction(connection, path):
-            migrate(connection, path, written.schema)
+            for statement in _views_removed(connection):
+                connection.execute(statement)
+            for column in (each for each in HEAD_STATISTICS.columns if each.nullable):
+                new = f"ADD COLUMN IF NOT EXISTS {column.name} {column.type}"
+                connection.execute(f"ALTER TABLE IF EXISTS {HEAD_STATISTICS.name} {new}")
+            verify(connection, path, ("table", "column", "constraint"))
+            incomplete = [run_id for (run_id,) in connection.execute(incomplete_summaries_sql()).fetchall()]
+            for table in ("head_summaries", "measure_pools"):
+                connection.execute(f"DELETE FROM {table} WHERE list_contains(?, run_id)", [incomplete])
+            for statement in (*view_statements(), _meta_statement()):
+                connection.execute(statement)
             verify(connection, path)
 
 
-def migrate(
-    connection: duckdb.DuckDBPyConnection, path: Path, version: int, steps: Mapping[int, Sequence[str]] = STEPS
-) -> None:
-    """Create missing tables and columns, rename columns that have a new name, and replace all views, functions and
-    comments; delete summaries that lack a new score.
-    """
-    present = definitions(connection)
-    statements = _drop_statements(present, functions(connection))
-    statements += [change for table in TABLES.values() for change in _table_changes(table, present)]
-    for step in range(version, SCHEMA_VERSION):
-        statements += steps.get(step, ())
-    for statement in statements:
-        connection.execute(statement)
-    verify(connection, path, ("table", "column", "constraint"))
-    incomplete = [run_id for (run_id,) in connection.execute(incomplete_summaries_sql()).fetchall()]
-    for table in ("head_summaries", "measure_pools"):
-        connection.execute(f"DELETE FROM {table} WHERE list_contains(?, run_id)", [incomplete])
-    for statement in (*view_statements(), _meta_statement()):
-        connection.execute(statement)
-
-
-def _drop_statements(present: Definitions, functions_found: Iterable[tuple[str, str]]) -> list[str]:
+def _views_removed(connection: duckdb.DuckDBPyConnection) -> list[str]:
     """Return DROP statements of the schema's views and of all functions, which could replace built-in ones."""
-    views = [f"DROP VIEW {entry.name}" for entry in present if entry.kind == "view" and entry.name in VIEWS]
-    macros = []
-    for name, kind in functions_found:
+    statements = [f"DROP VIEW IF EXISTS {name}" for name in VIEWS]
+    for name, _, kind, *_ in connection.execute(f"{_QUERIES['function']} {_OWN}").fetchall():
         quoted = name.replace('"', '""')
-        macros.append(f'DROP MACRO {"TABLE " if kind == "table_macro" else ""}"{quoted}"')
-    return views + macros
-
-
-def _table_changes(table: Table, present: Definitions) -> list[str]:
-    if CatalogEntry("table", table.name) not in present:
-        return [table_statement(table)]
-    changes = []
-    for column in table.columns:
-        old = RENAMED.get(table.name, {}).get(column.name, "")
-        if CatalogEntry("column", column.name, table.name) in present:
-            continue
-        if CatalogEntry("column", old, table.name) in present:
-            changes.append(f"ALTER TABLE {table.name} RENAME {old} TO {column.name}")
-        elif column.nullable:
-            changes.append(f"ALTER TABLE {table.name} ADD COLUMN {column.name} {column.type}")
-    return changes
-
-
-def _back_up(connection: duckdb.DuckDBPyConnection, content: BinaryIO, path: Path, version: int) -> Path:
-    """Copy the store to ``<name>.schema<version>.backup``, or to ``.schema<version>.<n>.backup``."""
-    fresh = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
-    try:
-        connection.execute("CHECKPOINT")  # moves rows from the write-ahead log into the file
-        with fresh.open("wb") as copy:
-            shutil.copyfileobj(content, copy, 1 << 20)
-            copy.flush()
-            os.fsync(copy.fileno())
-        shutil.copymode(path, fresh)
-        for number in itertools.count(1):
-            target = path.with_name(f"{path.name}.schema{version}{f'.{number}' if number > 1 else ''}.backup")
-            if not target.exists():
-                return fresh.rename(target)
-            if filecmp.cmp(fresh, target, shallow=False):  # an earlier upgrade stopped after its backup
-                return target
-        raise AssertionError("unreachable: itertools.count has no end")
-    except (duckdb.Error, OSError) as error:
-        raise translated(error, path) from error
-    finally:
-        with suppress(OSError):
-            fresh.unlink(missing_ok=True)
+        statements.append(f'DROP MACRO {"TABLE " if kind == "table_macro" else ""}"{quoted}"')
+    return statements
 
 
 def _make_schema(connection: duckdb.DuckDBPyConnection, path: Path) -> None:
@@ -642,10 +558,9 @@ def opened(
     on_wait: Callable[[str], None] | None = None,
     memory: str | None = None,
 ) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open a connection to the store at ``path``; closing it releases the lock. An older store is upgraded first, even
-    for reading, and a file that is not a store stays unchanged. The state ``checked`` of the last check is updated
-    here. ``create`` creates a missing store, only for writing. ``on_wait`` is called with a message when a wait or an
-    upgrade begins; other arguments are as in `connected`.
+    """Open a connection to the store at ``path``; closing it releases the lock. Views of another version are rewritten
+    first, even for reading, and a file that is not a store stays unchanged. The state ``checked`` of the last check is
+    updated here. ``create`` creates a missing store, only for writing; other arguments are as in `connected`.
     """
     if not _is_file_with_content(path):
         if not create:
@@ -659,19 +574,18 @@ def opened(
         with reading() as connection:
             known = checked.holds(path)
             empty = create and not known and not tables(connection)
-            outdated = not known and not empty and written_with(connection, path).outdated
-            if read_only and not outdated:
+            current = known or empty or is_current(connection, path)
+            if read_only and current:
                 if not known:
                     verify(connection, path)
                     checked.remember(path)
                 yield connection
                 return
-        if outdated:
-            upgrade(path, writing, on_wait)
+        if not current:
+            rewrite_views(path, writing)
     with (reading if read_only else writing)() as connection:
         if create and not checked.holds(path) and not tables(connection):
             _make_schema(connection, path)
         elif not checked.holds(path):  # the lock is held now, so no other process can write
-            written_with(connection, path)
             verify(connection, path)
         yield connection

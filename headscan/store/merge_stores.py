@@ -23,7 +23,7 @@ import duckdb
 import pyarrow as pa
 
 from headscan.errors import MergeError
-from headscan.store.provenance import provenance_changes, provenance_history, this_process
+from headscan.store.provenance import provenance_changes, this_process
 from headscan.store.records import SHARDED_KINDS, RunStatus
 from headscan.store.scan_tables import Table
 from headscan.store.store import Store, joined_parts, to_json
@@ -357,20 +357,14 @@ class _RunMerge:
         assert row is not None
         return dict(zip(shown, row, strict=True)) | {"shards": shards}
 
-    def _provenance(self) -> str | None:
+    def _provenance(self) -> str:
         """Return the software and devices of both runs in the order of time, and report changes."""
-        if self._ours is None:
-            return str(self._theirs["provenance"]) if self._theirs["provenance"] is not None else None
-        decoded = [
-            {**run, **{name: run[name] and json.loads(run[name]) for name in ("provenance", "packages")}}
-            for run in (self._ours, self._theirs)
-        ]
-        ours, theirs = map(provenance_history, decoded)
+        ours, theirs = (json.loads(run["provenance"]) for run in (self._ours or self._theirs, self._theirs))
         new = [entry for entry in theirs if all(_without_time(entry) != _without_time(known) for known in ours)]
         for entry in new:
             changes = ", ".join(provenance_changes(ours[-1], entry)) or "other software"
             self._say(f"run {self._run_id} in {self._source.path}: {changes}; both are recorded in runs.provenance")
-        return to_json(sorted([*ours, *new], key=lambda entry: str(entry.get("since", ""))))
+        return to_json(sorted([*ours, *new], key=lambda entry: str(entry["since"])))
 
 
 def _has_rows(store: Store, table: Table, where: _Where) -> bool:

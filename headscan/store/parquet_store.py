@@ -6,21 +6,21 @@ DuckDB reads the files through pyarrow, so its connection has no access to files
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import duckdb
 import pyarrow as pa
 
-from headscan.errors import NotAStoreError, StoreError, StoreMissingError, StoreVersionError, first_line
-from headscan.store.connection import READING, confine
+from headscan.errors import NotAStoreError, StoreError, StoreMissingError, first_line
+from headscan.store.connection import READING, confine, require_schema
 from headscan.store.output_files import DATA_SET_FORMAT, PARTITIONS, SCHEMA_FILE, file_system, is_partitioned
 from headscan.store.scan_tables import Table
 from headscan.store.store import Store
-from headscan.store.tables import RENAMED, SCHEMA_VERSION, TABLES
+from headscan.store.tables import TABLES
 from headscan.store.views import view_statements
 
 if TYPE_CHECKING:
@@ -56,17 +56,15 @@ class ParquetStore(Store):
     @cached_property
     def _connection(self) -> duckdb.DuckDBPyConnection:
         system, root = file_system(self._folder)
-        declared = _read_schema(system, root, self._folder)
+        _require_schema(system, root, self._folder)
         connection = duckdb.connect(":memory:", config=dict(READING))
         for table in TABLES.values():
-            files = _files(system, root, table, declared)
+            files = _files(system, root, table)
             connection.register(f"files_of_{table.name}", files)
-            old_names = RENAMED.get(table.name, {})
-            numbers = []
-            for column in table.columns:
-                names = (column.name, old_names.get(column.name))
-                source = next((name for name in names if name in files.schema.names), "NULL")
-                numbers.append(f"{source}::{column.type} AS {column.name}")
+            numbers = [
+                f"{column.name if column.name in files.schema.names else 'NULL'}::{column.type} AS {column.name}"
+                for column in table.columns  # those of new statistics are missing in files
+            ]
             connection.execute(
                 f"CREATE TEMP VIEW {table.name} AS SELECT {', '.join(numbers)} FROM files_of_{table.name}"
             )
@@ -84,12 +82,11 @@ def _temporary(statement: str) -> str:
     return statement.replace("COMMENT ON TABLE ", "COMMENT ON VIEW ", 1)
 
 
-def _read_schema(system: AbstractFileSystem, root: str, shown: str) -> Mapping[str, Any]:
-    """Return the tables of a data set, as in its ``schema.json``."""
+def _require_schema(system: AbstractFileSystem, root: str, shown: str) -> None:
+    """Raise StoreError unless ``schema.json`` is that of a data set which this headscan reads."""
     try:
         schema = json.loads(system.cat_file(f"{root}/{SCHEMA_FILE}"))
-        version, tables = int(schema["schema_version"]), dict(schema["tables"])
-        known = schema["format"] == DATA_SET_FORMAT
+        version, known = int(schema["schema_version"]), schema["format"] == DATA_SET_FORMAT
     except FileNotFoundError as error:
         raise StoreMissingError(
             f"{shown} has no {SCHEMA_FILE}, so it is no complete Parquet data set. Run `headscan export parquet` again"
@@ -100,24 +97,16 @@ def _read_schema(system: AbstractFileSystem, root: str, shown: str) -> Mapping[s
         raise NotAStoreError(f"{shown}/{SCHEMA_FILE} is not one of headscan. Name another folder") from error
     if not known:
         raise NotAStoreError(f"{shown}/{SCHEMA_FILE} is not one of headscan. Name another folder")
-    if version > SCHEMA_VERSION:
-        raise StoreVersionError(
-            f"{shown} has schema version {version}, newer than version {SCHEMA_VERSION} of this headscan. Install a"
-            " newer headscan"
-        )
-    return tables
+    require_schema(version, shown)
 
 
-def _files(system: AbstractFileSystem, root: str, table: Table, declared: Mapping[str, Any]) -> ds.Dataset | pa.Table:
-    """Return the files of a table. Tables that the data set lacks, or without rows, are empty."""
+def _files(system: AbstractFileSystem, root: str, table: Table) -> ds.Dataset | pa.Table:
+    """Return the files of a table; a partitioned table without rows has none."""
     import pyarrow.dataset as ds  # which imports pandas: 0.3 s that questions to a store file do not need
 
-    empty = pa.table({column.name: pa.nulls(0) for column in table.columns})
-    if table.name not in declared:
-        return empty
     if not is_partitioned(table):
         return ds.dataset(f"{root}/{table.name}.parquet", filesystem=system, format="parquet")
     if not system.exists(f"{root}/{table.name}"):
-        return empty
+        return pa.table({column.name: pa.nulls(0) for column in table.columns})
     partitioning = ds.partitioning(PARTITIONS, flavor="hive")
     return ds.dataset(f"{root}/{table.name}", filesystem=system, format="parquet", partitioning=partitioning)

@@ -32,16 +32,9 @@ def same_model(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return all(run[key] == other[key] for key in keys)
 
 
-def provenance_since(provenance: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
-    """Return an entry of ``runs.provenance`` with its start: its own, else ``seconds`` since the epoch, else now."""
-    moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
-    return {"since": moment.isoformat(timespec="seconds"), **provenance}
-
-
-def provenance_history(run: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return every provenance of a row of ``runs``, oldest first; before schema 6 it has only packages and version."""
-    known = {key: run[key] for key in ("packages", "code_version")}
-    return list(run.get("provenance") or [known])
+def provenance_since(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an entry of ``runs.provenance`` that begins now."""
+    return {"since": datetime.now(UTC).isoformat(timespec="seconds"), **provenance}
 
 
 def provenance_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:

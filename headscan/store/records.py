@@ -56,11 +56,6 @@ class ArmKind(StrEnum):
         return KIND_FACTS[self].is_pruned
 
     @property
-    def passing_word(self) -> str:
-        """The word for an arm that loses at most one point."""
-        return KIND_FACTS[self].passing_word
-
-    @property
     def equal_size(self) -> str:
         """The common size of an arm and its random controls, in words."""
         return KIND_FACTS[self].equal_size
@@ -77,12 +72,11 @@ class KindFacts(NamedTuple):
     ablates: bool = False
     shrinks_cache: bool = False
     is_pruned: bool = False
-    passing_word: str = "removable"
     equal_size: str = "as many heads"
 
 
 _ABLATED = KindFacts(ablates=True)
-_PLANNED = KindFacts(shrinks_cache=True, passing_word="safe", equal_size="as many bytes")
+_PLANNED = KindFacts(shrinks_cache=True, equal_size="as many bytes")
 _PRUNED = KindFacts(is_pruned=True, equal_size="as many heads and the same repair")
 
 #: All kinds; a new one also needs a colour in the report.
@@ -94,7 +88,7 @@ KIND_FACTS: Mapping[ArmKind, KindFacts] = {
     ArmKind.RANDOM_RULE: _ABLATED,
     ArmKind.PLAN: _PLANNED._replace(control=ArmKind.RANDOM_PLAN),
     ArmKind.RANDOM_PLAN: _PLANNED,
-    ArmKind.MODEL: KindFacts(passing_word="as good"),
+    ArmKind.MODEL: KindFacts(),
     ArmKind.PRUNED: _PRUNED._replace(control=ArmKind.RANDOM_PRUNED),
     ArmKind.RANDOM_PRUNED: _PRUNED,
     ArmKind.LAYERS_DROPPED: _PRUNED,

@@ -153,8 +153,8 @@ RUNS = Table(
         writer VARCHAR last process that wrote the run: host, boot, namespace, process id, start time
         total_shards INTEGER? number of shards of the whole run; NULL until the corpus was read to its end
         report JSON? counts of empty, undecodable and truncated documents
-        provenance JSON? packages, code version, device and hash of the model's own code files; one entry per
-            change, with its time (since); NULL in runs from before schema 6
+        provenance JSON packages, code version, device and hash of the model's own code files; one entry per
+            change, with its time (since)
     """),
     (("run_id",), ("kind", "fingerprint")),
 )
@@ -232,8 +232,8 @@ SPAN = (0.002, 0.998)
 HEAD_SUMMARIES = Table(
     "head_summaries",
     "one row per finished scan, site, layer, query head and measure (score, statistic or profile): its summary over the"
-    " sequences, which head_summary and head_profiles show. A run without rows (unfinished, or of an older version) is"
-    " summarised from head_statistics when it is queried",
+    " sequences, which head_summary and head_profiles show. A run without rows (unfinished, or before a new score)"
+    " is summarised from head_statistics when it is queried",
     columns(f"""
         run_id site layer head kv_head
         measure VARCHAR name of the score, statistic or profile
@@ -289,7 +289,7 @@ HEAD_IMPORTANCE = Table(
             if not finite
         entropy REAL? {STATISTICS["entropy"].formula} [{STATISTICS["entropy"].unit}]
         token_gradient REAL? sum over tokens of the absolute derivative of the sequence's loss by a gate of 1 on
-            the head's output of the token [nats]; NULL if not finite, and in runs from before schema 9
+            the head's output of the token [nats]; NULL if not finite
     """),
 )
 

@@ -22,7 +22,7 @@ from headscan.catalog import PROFILES
 from headscan.errors import FinishedArmError, ResumeError, StoreError
 from headscan.store.connection import checked_file, opened, rows, transaction
 from headscan.store.output_files import write_data_set
-from headscan.store.provenance import has_ended, provenance_changes, provenance_history, provenance_since, this_process
+from headscan.store.provenance import has_ended, provenance_changes, provenance_since, this_process
 from headscan.store.records import (
     ArmRecord,
     ArmState,
@@ -224,7 +224,7 @@ class Store:
             )
 
     def summarise(self, run_id: str) -> None:
-        """Store the summary of a finished scan, if the store lacks it, as in a store of an older version."""
+        """Store the summary of a finished scan, if the store lacks it, as it does after a new score."""
         summary = self._new_summary(run_id)
         if summary is not None:
             with self._writing() as connection:
@@ -243,7 +243,7 @@ class Store:
 
     def summaries(self, run_id: str, names: Sequence[str] = SUMMARISED) -> list[SiteSummary]:
         """Return the spread of the measured scores and statistics among ``names`` by site, self-attention first: as
-        stored, or computed from all rows of an unfinished run or one of an older version.
+        stored, or computed from all rows of a run without a summary.
         """
         with self.connect(read_only=True, memory=_SUMMARY_MEMORY) as connection:
             return site_summaries(connection, run_id, names)
@@ -558,18 +558,14 @@ def _compare_provenance(
     connection: duckdb.DuckDBPyConnection, run_id: str, run: RunRecord, resume_anyway: bool, *, grows: bool
 ) -> tuple[str, ...]:
     """Return changed software and device; record them if the run grows."""
-    row = connection.execute(
-        "SELECT provenance, packages, code_version, epoch(started_at) FROM runs WHERE run_id = ?", [run_id]
-    ).fetchone()
+    row = connection.execute("SELECT provenance FROM runs WHERE run_id = ?", [run_id]).fetchone()
     assert row is not None
-    provenance, packages = (None if text is None else json.loads(text) for text in row[:2])
-    history = provenance_history({"provenance": provenance, "packages": packages, "code_version": row[2]})
+    history = json.loads(row[0])
     changes = provenance_changes(history[-1], run.provenance)
     if changes and grows:
         if not resume_anyway:
             raise refuse_resume(run_id, changes)
-        first = provenance_since(history[0], row[3])  # an entry from before schema 6 has no time
-        now = [first, *history[1:], provenance_since(run.provenance)]
+        now = [*history, provenance_since(run.provenance)]
         connection.execute("UPDATE runs SET provenance = ? WHERE run_id = ?", [to_json(now), run_id])
     return changes
 

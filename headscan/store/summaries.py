@@ -2,7 +2,7 @@
 
 A finished scan stores these rows (tables ``head_summaries`` and ``measure_pools``), so that no question reads all rows
 of ``head_statistics``. For an unfinished run the same numbers are computed by `headscan.store.head_spread`.
-The upgrade of a store deletes summaries that lack a new score, and the next `Store.summarise` stores them again.
+A store that gets the views of a new score loses the summaries that lack it; the next `Store.summarise` stores them.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ declarations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 from headscan.store.records import ArmKind
@@ -174,12 +173,10 @@ ARM_VERDICTS = Table(
         retained_high DOUBLE? upper end of the same interval, with one more gained text
         kept BOOLEAN? in rows of families of recall tasks, true if the arm keeps the ability (retained_low is at
             least 0.9, and failed is false); NULL in other rows
-        texts INTEGER? number of independent texts; recall questions share texts, and so do both forms of a
-            question. NULL in rows before schema 12, which are computed again
-        texts_differ INTEGER? number of texts with an answer that differs. NULL in rows before schema 13, which are
-            computed again
-        degrees_of_freedom INTEGER? degrees of freedom of the difference's interval, at least 1: Satterthwaite's,
-            by which it is widened for comparisons. NULL in rows before schema 13
+        texts INTEGER number of independent texts; recall questions share texts, and so do both forms of a question
+        texts_differ INTEGER number of texts with an answer that differs
+        degrees_of_freedom INTEGER degrees of freedom of the difference's interval, at least 1: Satterthwaite's, by
+            which it is widened for comparisons
     """),
     (("arm_id", "task", "recall"),),
 )
@@ -193,9 +190,8 @@ SPLIT_VERDICTS = Table(
         PART,
         *ARM_VERDICTS.columns[1:],
         *columns(f"""
-            passes BOOLEAN? in rows of {ALL_TASKS}, true if the arm may be selected (selection part), or is
-                removable within one point by intervals widened for the comparisons (confirmation part); NULL in
-                other rows
+            safe BOOLEAN? in rows of {ALL_TASKS}, true if the arm may be selected (selection part), or is safe
+                within one point by intervals widened for the comparisons (confirmation part); NULL in other rows
             comparisons INTEGER? in rows of {ALL_TASKS} on the confirmation part, number of arms of this model that
                 these questions have judged in this store; NULL in other rows
             wide_low DOUBLE? in the same rows, lower end of the difference's interval widened for the comparisons,
@@ -233,8 +229,7 @@ HEAD_EFFECTS = Table(
         metric VARCHAR {ACCURACY} (0 to 1), {LOSS} (nats per token), {BITS_PER_BYTE} or {BLEU} (0 to 100)
         baseline DOUBLE metric without ablation, on the same questions or documents
         effect DOUBLE metric with ablated heads minus baseline
-        standard_error DOUBLE? standard error of the effect, of {ACCURACY} within tasks (before version 1.0.0rc1 over
-            all); NULL with one document
+        standard_error DOUBLE? standard error of the effect, of {ACCURACY} within tasks; NULL with one document
         low DOUBLE? lower end of the effect's 95 % interval; NULL with too few documents
         high DOUBLE? upper end of the same interval; NULL with too few documents
         p_value DOUBLE two-sided p-value: for {ACCURACY} McNemar's exact test on documents, each gained or lost
@@ -265,19 +260,10 @@ MEASURED_UNITS = Table(
 )
 
 
-#: Raise it with every change of a table, but not of a comment, and with every change of a rule of stored verdicts.
-#: `connection` upgrades older stores, after a backup if a step changes rows, so new columns of old tables must be
-#: nullable. Views and functions need no version: a store in which they differ gets them again. A new statistic or
-#: profile needs none either, because views show it, and its column comes with them. A view or column that goes needs
-#: one, and a step that drops it; a renamed column needs an entry in `RENAMED`.
-SCHEMA_VERSION = 15
-
-#: Columns that had another name before schema 15: table, name and old name.
-RENAMED: Mapping[str, Mapping[str, str]] = {
-    "masks": {"criterion": "score"},
-    "arms": {"criterion": "score", "ablated_share": "zeroed_share"},
-    "responses": {"ablated_share": "zeroed_share"},
-}
+#: Raise it with every change of a table, but not of a comment, and with every change of a rule of stored verdicts: a
+#: store of another schema is refused. A new statistic or profile needs none, because its nullable column comes with the
+#: views, which need no version: a store in which views or functions differ gets them again.
+SCHEMA_VERSION = 1
 
 #: Value of the key ``format`` in ``meta``, which distinguishes a store from other DuckDB files.
 FORMAT = "headscan store"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil, floor, log
 from statistics import NormalDist
 
-#: Maximum loss of a removable arm, in percentage points.
+#: Maximum loss of a safe arm, in percentage points.
 MARGIN = 1.0
 
 #: Probability beyond each end of a 95 % interval.
@@ -19,7 +19,7 @@ def z_quantile(tail: float) -> float:
 
 _Z = z_quantile(TAIL)
 
-#: Probability with which a sufficient number of questions shows that an arm without loss is removable.
+#: Probability with which a sufficient number of questions shows that an arm without loss is safe.
 POWER = 0.8
 
 #: With fewer differing answers the bootstrap has too few distinct values, and intervals are those of rare events.
@@ -34,13 +34,13 @@ def rare_event_factor(comparisons: int) -> float:
 
 
 def identical_questions(comparisons: int = 1) -> int:
-    """Return the minimum number of questions with which identical answers pass. With none gained and none lost, the
+    """Return the minimum number of questions with which identical answers are safe. With none gained and none lost, the
     lower end of the score test is -z^2 / (questions + z^2); widened for the comparisons, it must be above the margin.
     """
     return floor(_Z**2 * (100 * rare_event_factor(comparisons) / MARGIN - 1)) + 1
 
 
-#: Minimum number of texts (questions, if each has its own) with which identical answers of one arm pass.
+#: Minimum number of texts (questions, if each has its own) with which identical answers of one arm are safe.
 MIN_SAFE_TEXTS = identical_questions()
 
 #: Minimum accuracy of the baseline above chance, in percentage points; below it there is little more than the margin

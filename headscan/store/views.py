@@ -82,8 +82,8 @@ _OFFSETS = f"""
 
 
 _UNSUMMARISED_RUNS = "SELECT run_id FROM runs WHERE run_id NOT IN (SELECT run_id FROM head_summaries)"
-#: The rows of runs whose summary is not stored: unfinished ones, and those of older versions. If there are none, DuckDB
-#: reads no row.
+#: The rows of runs whose summary is not stored: unfinished ones, and those that lack a new score. If there are none,
+#: DuckDB reads no row.
 _UNSUMMARISED = f"(SELECT * FROM head_statistics WHERE run_id IN ({_UNSUMMARISED_RUNS}))"
 
 _KEYS = "run_id, sequence, site, layer, head, kv_head"

@@ -174,7 +174,7 @@ class _Study:
         return run_importance(measuring, self.run).run_id
 
     def _order(self, criterion: str) -> list[tuple[int, int]]:
-        """Return all heads, the most removable first."""
+        """Return all heads, the least important first."""
         run_id = self._scan_run if run_kind(criterion) == "scan" else self._importance_run
         return [(head.layer, head.head) for head in head_order(self.run.store, run_id, criterion)]
 

@@ -43,7 +43,7 @@ class FinishedArm:
         granularity: ``layer`` for a plan by layer; None for other arms.
         weights_left: Share of the weights' bytes that a pruned model keeps; None for other arms.
         cache_left: Share of the KV cache that a pruned model keeps; None for other arms, and if it cannot be sized.
-        swept: True if a sweep tried or drew the arm; None otherwise, and in runs of earlier versions.
+        swept: True if a sweep tried or drew the arm; None otherwise.
     """
 
     arm_id: str = ""
@@ -292,7 +292,7 @@ def _scopes(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> dict[Scop
 
 
 def _groups(store: Store, baseline: FinishedArm) -> dict[str, list[str]]:
-    """Return the tasks of each requested group; runs of older versions have no groups."""
+    """Return the tasks of each requested group; empty without groups."""
     (row,) = store.query(
         "SELECT runs.config->>'groups' AS groups FROM runs JOIN arms USING (run_id) WHERE arm_id = ?", [baseline.arm_id]
     ).to_pylist()

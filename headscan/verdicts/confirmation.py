@@ -5,9 +5,9 @@ that of an arm chosen in advance. Every arm answers all questions, so the split 
 benchmark selects, but only a quarter of the recall texts: the verdict needs nearly all of them to show that recall is
 kept, and the selection does not.
 
-Questions that judge again and again are used up: of 20 arms that lose just one point, at least one passes in 39 % of
-simulated sweeps (`docs/verdicts_simulated.md`). The store holds every arm that was judged, and all of them together
-share the error of one, with which one passes in 2.7 %.
+Questions that judge again and again are used up: of 20 arms that lose just one point, at least one is called safe in
+39 % of simulated sweeps (`docs/verdicts_simulated.md`). The store holds every arm that was judged, and all of them
+together share the error of one, with which one is called safe in 2.7 %.
 
 Random controls differ by seed, not by question, so other questions do not correct a rank among them for the selection.
 Random curves go through the same selection instead.
@@ -39,7 +39,7 @@ from headscan.verdicts.answer_sheets import (
 from headscan.verdicts.controls import SelectedRank, Standing, controls_needed, controls_of, judge_controls
 from headscan.verdicts.judge import Verdict, arm_verdict, benchmark_points
 from headscan.verdicts.metrics import read_metrics
-from headscan.verdicts.verdict_rows import complete_rows, differences_by_arm, rows_of_arm
+from headscan.verdicts.verdict_rows import differences_by_arm, rows_of_arm
 from headscan.verdicts.verdict_table import verdict_text
 from headscan.verdicts.verdict_words import ArmVerdict
 
@@ -60,7 +60,7 @@ class Candidate(NamedTuple):
     name: str
     curve: tuple[str | None, ...]
     share: float
-    passes: bool
+    safe: bool
     loses_recall: bool
     low: float
 
@@ -70,7 +70,8 @@ class SweepChoice:
     """The selected rule or mask of a sweep, with its verdict.
 
     Attributes:
-        passed: False if no arm qualified on the selecting questions; this one comes closest (see `best_candidate`).
+        selection_safe: False if no arm is safe on the selecting questions; this one comes closest (see
+            `best_candidate`).
         selected_on: Number of benchmark questions that selected it.
         confirmed: True if other questions judged it.
         comparisons: Number of arms that the store has judged on these other questions of the benchmark, for which the
@@ -79,7 +80,7 @@ class SweepChoice:
 
     verdict: ArmVerdict
     candidates: int
-    passed: bool
+    selection_safe: bool
     selected_on: int
     confirmed: bool
     comparisons: int = 1
@@ -94,7 +95,7 @@ class SweepChoice:
     def origin(self) -> str:
         """Return what the arm was selected from, and the questions that selected and judged it."""
         arms = f"{self.candidates} {self.verdict.kind}{'' if self.candidates == 1 else 's'}"
-        best = f"Best of {arms}" if self.passed else f"Closest of {arms}, none of which passes"
+        best = f"Best of {arms}" if self.selection_safe else f"Closest of {arms}, none of which is safe"
         judged_on = self.verdict.paired.questions
         if self.confirmed:
             questions = f"selected on {self.selected_on:,} questions and judged on {judged_on:,} others"
@@ -112,18 +113,18 @@ class SweepChoice:
 
 
 def choices_text(choices: Sequence[SweepChoice]) -> str:
-    """Return how each arm of a sweep was selected, the verdicts, and the removable arms."""
-    removable = [choice.verdict.name for choice in choices if choice.verdict.is_safe]
+    """Return how each arm of a sweep was selected, the verdicts, and the safe arms."""
+    safe = [choice.verdict.name for choice in choices if choice.verdict.is_safe]
     confirmed = all(choice.confirmed for choice in choices)
     how = "confirmed on other questions" if confirmed else "not corrected for the selection"
     origins = "\n".join(f"{choice.verdict.name}: {choice.origin()}" for choice in choices)
-    line = f"removable within one point, {how}: {', '.join(removable) or 'no arm'}"
+    line = f"safe within one point, {how}: {', '.join(safe) or 'no arm'}"
     return "\n\n".join(filter(None, [origins, verdict_text(choice.verdict for choice in choices), line]))
 
 
 def best_candidate(candidates: Iterable[Candidate]) -> Candidate | None:
-    """Return the candidate with the largest ``(share, low)`` of those that pass together with all smaller shares of
-    their curve; without any, the one with the largest ``(not loses_recall, low)``; None without candidates.
+    """Return the candidate with the largest ``(share, low)`` of those that are safe together with all smaller shares
+    of their curve; without any, the one with the largest ``(not loses_recall, low)``; None without candidates.
     """
     curves: dict[tuple[str | None, ...], list[Candidate]] = defaultdict(list)
     for candidate in candidates:
@@ -136,7 +137,7 @@ def best_candidate(candidates: Iterable[Candidate]) -> Candidate | None:
 
 
 def _up_to_the_first_failure(curve: Sequence[Candidate]) -> list[Candidate]:
-    first_failed = min((candidate.share for candidate in curve if not candidate.passes), default=np.inf)
+    first_failed = min((candidate.share for candidate in curve if not candidate.safe), default=np.inf)
     return [candidate for candidate in curve if candidate.share < first_failed]
 
 
@@ -256,8 +257,8 @@ class SweepConfirmation:
         self._store, self._run_id, self._max_loss = store, run_id, max_loss
         finished = finished_arms(store, run_id)
         self._baseline, self._finished = finished.baseline, finished.others
-        # Later evaluations into the run change neither the choice nor its rank. Runs of earlier versions do not mark
-        # the arms that a sweep tried and drew, so all of their arms count.
+        # Later evaluations into the run change neither the choice nor its rank. In a run that no sweep made, all arms
+        # count.
         self._arms = tuple(arm for arm in finished.others if arm.swept) or finished.others
         self._scored = [
             arm for arm in self._arms if arm.kind in KINDS and arm.criterion is not None and arm.ablated_share
@@ -304,10 +305,10 @@ class SweepConfirmation:
     def _select(
         self,
         judged: Mapping[str, ArmVerdict],
-        passes: Mapping[str, bool],
+        safe: Mapping[str, bool],
         curves: Mapping[ArmKind, Sequence[Sequence[FinishedArm]]],
     ) -> _Selected:
-        """Return the best arm of each kind and of each random curve; ``judged`` and ``passes`` are by arm name."""
+        """Return the best arm of each kind and of each random curve; ``judged`` and ``safe`` are by arm name."""
 
         def best_of(arms: Sequence[FinishedArm]) -> list[tuple[FinishedArm, Candidate, int]]:
             candidates = [
@@ -315,7 +316,7 @@ class SweepConfirmation:
                     arm.name,
                     curve=(arm.criterion, arm.selection),
                     share=arm.ablated_share or 0.0,
-                    passes=passes[arm.name],
+                    safe=safe[arm.name],
                     loses_recall=_loses_recall(judged[arm.name]),
                     low=judged[arm.name].paired.low,
                 )
@@ -402,7 +403,7 @@ class SweepConfirmation:
                 SweepChoice(
                     verdict,
                     candidates=count,
-                    passed=candidate.passes,
+                    selection_safe=candidate.safe,
                     selected_on=selected.judged[arm.name].paired.questions,
                     confirmed=confirmed,
                     comparisons=comparisons,
@@ -422,7 +423,7 @@ class SweepConfirmation:
         if len(randoms) < controls_needed(scores):
             return SelectedRank(scores, len(randoms), None)
         standing, *random_standings = (
-            Standing(candidate.passes, each.share or 0.0, points[each.arm_id])
+            Standing(candidate.safe, each.share or 0.0, points[each.arm_id])
             for each, candidate in ((arm, best), *randoms)
         )
         return SelectedRank.of(standing, random_standings, scores)
@@ -447,7 +448,7 @@ class SweepConfirmation:
     def _rows_of_part(self, arms: Sequence[FinishedArm], part: str) -> list[dict[str, Any]]:
         """Return the rows of ``split_verdicts`` of arms on one part; those that the store lacks are computed."""
         arm_ids = {arm.arm_id for arm in arms}
-        rows = complete_rows([row for row in self._recorded if row["part"] == part and row["arm_id"] in arm_ids])
+        rows = [row for row in self._recorded if row["part"] == part and row["arm_id"] in arm_ids]
         stored_ids = {row["arm_id"] for row in rows}
         arms_without_rows = [arm for arm in arms if arm.arm_id not in stored_ids]
         if arms_without_rows:
@@ -503,7 +504,7 @@ def _rejudged(
                 recall_comparisons=comparisons.recall,
             )
             if verdict.accuracy is not None:
-                widened = {"passes": verdict.is_safe, "wide_low": verdict.accuracy.low / 100}
+                widened = {"safe": verdict.is_safe, "wide_low": verdict.accuracy.low / 100}
                 row = row | {"comparisons": comparisons.benchmark, **widened}
         rejudged.append(row)
     return rejudged
@@ -517,9 +518,9 @@ def _split_rows(answers: AnswerSheets, baseline: FinishedArm, arm: FinishedArm, 
     """Return an arm's rows of ``split_verdicts`` on one part; `_rejudged` judges those of the confirmation part."""
     rows = rows_of_arm(answers, baseline, arm)
     verdict = arm_verdict(arm, differences_by_arm(rows).get(arm.arm_id, {}))
-    split_columns = dict.fromkeys(("passes", "comparisons", "wide_low", "selected")) | {"part": part}
-    passes = _may_be_selected(verdict) if part == SELECTION and verdict.accuracy is not None else None
-    return [row | split_columns | {"passes": passes if row["task"] == ALL_TASKS else None} for row in rows]
+    split_columns = dict.fromkeys(("safe", "comparisons", "wide_low", "selected")) | {"part": part}
+    safe = _may_be_selected(verdict) if part == SELECTION and verdict.accuracy is not None else None
+    return [row | split_columns | {"safe": safe if row["task"] == ALL_TASKS else None} for row in rows]
 
 
 def _recorded(store: Store, run_id: str) -> list[dict[str, Any]]:

@@ -54,17 +54,17 @@ def _reaches_level(p_value: float | None) -> bool:
 
 
 class Standing(NamedTuple):
-    """Result of the arm that a curve's selection takes: whether it passes on the questions that select, the nominal
+    """Result of the arm that a curve's selection takes: whether it is safe on the questions that select, the nominal
     share of its heads, and its difference to the baseline on the questions that judge, in percentage points.
     """
 
-    passes: bool
+    safe: bool
     share: float
     difference: float
 
     def beats(self, other: Standing) -> bool:
-        """Return True if the curve gets further: a larger passing share, or less harm at an equal one."""
-        mine, theirs = (round(each.share, 9) if each.passes else 0.0 for each in (self, other))
+        """Return True if the curve gets further: a larger safe share, or less harm at an equal one."""
+        mine, theirs = (round(each.share, 9) if each.safe else 0.0 for each in (self, other))
         return mine > theirs or (mine == theirs and self.difference > other.difference + _EQUAL)
 
 

@@ -1,4 +1,4 @@
-"""Curves of a sweep and their removable shares."""
+"""Curves of a sweep, their shares within one point and their safe shares."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SweepPoint(NamedTuple):
     questions: int
     texts: int
     recall_lost: bool
-    passes: bool | None
+    safe: bool | None
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Curve:
         criterion: None for random heads and masks given by hand.
         selection: Further criterion that chose the heads; None without one, or if unknown.
         points: By growing measured share of ablated heads; the baseline is the first.
-        removable_share: Share of heads, 0 to 1, at which the accuracy last falls one point below the baseline.
-        removable_share_strict: Largest tested share, 0 to 1, that passes together with all smaller tested ones; 0 if
-            the smallest fails, None with too few questions. Not corrected for the number of curves.
+        share_within_point: Share of heads, 0 to 1, at which the accuracy last falls one point below the baseline.
+        safe_share: Largest tested share, 0 to 1, that is safe together with all smaller tested ones; 0 if the smallest
+            is not, None with too few questions. Not corrected for the number of curves.
         area: Mean accuracy, 0 to 1, up to ``area_upto``; None if the curve does not reach it.
         area_upto: Largest nominal share that at least half of the run's curves reach.
     """
@@ -54,8 +54,8 @@ class Curve:
     selection: str | None
     name: str
     points: tuple[SweepPoint, ...]
-    removable_share: float
-    removable_share_strict: float | None
+    share_within_point: float
+    safe_share: float | None
     area: float | None
     area_upto: float | None
 
@@ -75,16 +75,16 @@ class Curve:
 
     @property
     def stopped_by_recall(self) -> bool:
-        """True if lost recall ends the strict share."""
-        if self.recall_lost_at is None or self.removable_share_strict is None:
+        """True if lost recall ends the safe share."""
+        if self.recall_lost_at is None or self.safe_share is None:
             return False
         kept = [point.ablated_share for point in self.points if point.ablated_share < self.recall_lost_at]
-        return self.removable_share_strict >= max(kept, default=0.0)
+        return self.safe_share >= max(kept, default=0.0)
 
 
 def read_curves(store: Store, run_id: str, unrecorded: Sequence[Mapping[str, Any]] | None = None) -> list[Curve]:
-    """Return a run's curves by falling removable share, random ones last. ``unrecorded`` are rows of ``arm_verdicts``
-    that the store lacks, from ``Verdict``; None computes them.
+    """Return a run's curves by falling share within one point, random ones last. ``unrecorded`` are rows of
+    ``arm_verdicts`` that the store lacks, from ``Verdict``; None computes them.
     """
     if unrecorded is None:
         unrecorded = read_verdict_rows(store, run_id).computed
@@ -100,9 +100,9 @@ def read_curves(store: Store, run_id: str, unrecorded: Sequence[Mapping[str, Any
         ).to_pylist():
             points[row.pop("kind"), row.pop("criterion"), row.pop("selection")].append(SweepPoint(**row))
         curves = store.query(
-            f"{views} SELECT kind, criterion, selection, removable_share, removable_share_strict, area, area_upto"
+            f"{views} SELECT kind, criterion, selection, share_within_point, safe_share, area, area_upto"
             " FROM all_score_curves WHERE run_id = ?"
-            f" ORDER BY kind IN ({RANDOM_KINDS_SQL}), removable_share DESC, area DESC, kind, criterion, selection",
+            f" ORDER BY kind IN ({RANDOM_KINDS_SQL}), share_within_point DESC, area DESC, kind, criterion, selection",
             [run_id],
             tables=tables,
         ).to_pylist()

@@ -186,7 +186,7 @@ class PairedDifference:
         return few_differ(self.texts_differ)
 
     def questions_needed(self, comparisons: int = 1) -> int:
-        """Return the number of questions that would show an arm without loss to be removable, in four of five cases.
+        """Return the number of questions that would show an arm without loss to be safe, in four of five cases.
         The number may be smaller than `questions`.
 
         The arm is assumed to change as many answers as this one, in both directions alike: the more it changes, the

@@ -42,11 +42,10 @@ def read_verdict_rows(store: Store, run_id: str) -> VerdictRows:
     """Read a run's verdict rows; compute missing ones without writing them."""
     with store.reading():
         arms = finished_arms(store, run_id)
-        rows = store.query(
+        stored = store.query(
             "SELECT v.* FROM arm_verdicts v JOIN arms USING (arm_id) WHERE run_id = ? ORDER BY arm_id, task, recall",
             [run_id],
         ).to_pylist()
-        stored = complete_rows(rows)
         stored_ids = {row["arm_id"] for row in stored}
         arms_without_rows = [arm for arm in arms.others if arm.arm_id not in stored_ids]
         if not arms_without_rows:
@@ -57,24 +56,6 @@ def read_verdict_rows(store: Store, run_id: str) -> VerdictRows:
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
         rows_by_arm = list(threads.map(compute, arms_without_rows))
     return VerdictRows(stored, [row for arm_rows in rows_by_arm for row in arm_rows])
-
-
-#: Columns of later schemas, NULL in older rows.
-_NULLABLE_COLUMNS = ("texts", "texts_differ", "degrees_of_freedom")
-
-
-def complete_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of arms whose rows have all columns. An upgraded store lacks the columns of later rules."""
-    incomplete = {row["arm_id"] for row in rows if _lacks_columns(row)}
-    return [row for row in rows if row["arm_id"] not in incomplete]
-
-
-def _lacks_columns(row: Mapping[str, Any]) -> bool:
-    if any(row[name] is None for name in _NULLABLE_COLUMNS):
-        return True
-    if row["recall"]:
-        return row["informative"] is not None and row["retained"] is None
-    return row["failed"] is None or row["informative"] is None
 
 
 def rows_of_arm(answers: AnswerSheets, baseline: FinishedArm, arm: FinishedArm) -> list[dict[str, Any]]:
@@ -121,7 +102,7 @@ _SHARES = {"baseline": "baseline", "accuracy": "arm", "difference": "difference"
 #: Columns that hold shares, and their fields of `PairedDifference.retained` in percent.
 _RETAINED_SHARES = {"retained": "value", "retained_low": "low", "retained_high": "high"}
 #: Columns with the numbers of the fields of the same name.
-_EQUAL_COLUMNS = ("questions", "gained", "lost", "p_value")
+_EQUAL_COLUMNS = ("questions", "gained", "lost", "p_value", "texts", "texts_differ", "degrees_of_freedom")
 
 
 def _verdict_row(arm: FinishedArm, scope: Scope, paired: PairedDifference) -> dict[str, Any]:
@@ -132,7 +113,7 @@ def _verdict_row(arm: FinishedArm, scope: Scope, paired: PairedDifference) -> di
         "arm_id": arm.arm_id,
         **scope._asdict(),
         **{column: getattr(paired, name) / 100 for column, name in _SHARES.items()},
-        **{name: getattr(paired, name) for name in (*_EQUAL_COLUMNS, *_NULLABLE_COLUMNS)},
+        **{name: getattr(paired, name) for name in _EQUAL_COLUMNS},
         "chance": None if paired.chance is None else paired.chance / 100,
         **{column: getattr(retained, name) / 100 for column, name in _RETAINED_SHARES.items() if retained},
     }
@@ -141,17 +122,9 @@ def _verdict_row(arm: FinishedArm, scope: Scope, paired: PairedDifference) -> di
 def _difference(row: Mapping[str, Any]) -> PairedDifference:
     """Return the difference in a row, which `_verdict_row` made."""
     retained = {name: 100 * row[column] for column, name in _RETAINED_SHARES.items() if row[column] is not None}
-    # Rows of older schemas, which only count as comparisons of later verdicts, have estimates.
-    questions, texts = row["questions"], row["questions"] if row["texts"] is None else row["texts"]
-    estimates = {
-        "texts": texts,
-        "texts_differ": (row["gained"] + row["lost"]) * texts // questions,
-        "degrees_of_freedom": max(1, texts - 1),
-    }
     return PairedDifference(
         **{name: 100 * row[column] for column, name in _SHARES.items()},
         **{name: row[name] for name in _EQUAL_COLUMNS},
-        **{name: estimate if row[name] is None else row[name] for name, estimate in estimates.items()},
         retained=Interval(**retained) if retained else None,
         chance=None if row["chance"] is None else 100 * row["chance"],
     )

@@ -14,8 +14,8 @@ from headscan.verdicts.metrics import RATES, Increase, metric_words
 from headscan.verdicts.paired import about
 from headscan.verdicts.scope_verdicts import TaskVerdict, least_visible_loss
 
-#: The claim that an arm tests, by what replaces its heads; zero tests whether they are removable.
-CLAIMS = {"mean": "constant", "resample": "independent of the input"}
+#: What a safe arm shows about its heads, by what replaces them.
+FINDINGS = {"zero": "inactive", "mean": "constant", "resample": "independent of the input"}
 #: What happens to its heads, in words.
 REPLACED = {"mean": "replaced by their means", "resample": "replaced by their outputs on other texts"}
 
@@ -122,7 +122,7 @@ def _questions_missing(arm: ArmResults) -> str:
 
 
 def _gap_clause(arm: ArmResults, aspect: Aspect) -> str:
-    """Return missing evidence in words that follow "not shown to be removable"."""
+    """Return missing evidence in words that follow "not shown to be safe"."""
     if aspect is Aspect.TEXT:
         return " and ".join(
             _text_gap(arm, each.increase, needed)
@@ -233,15 +233,14 @@ def _control_words(arm: ArmResults) -> str:
 
 
 def _conclusion(arm: ArmResults) -> str:
-    word = CLAIMS.get(arm.replacement or "", arm.kind.passing_word)
     decision = arm.decision
     if decision.lost:
-        return f"not {word}: it {' and '.join(_loss_clause(arm, aspect) for aspect in decision.lost)}"
+        return f"not safe: it {' and '.join(_loss_clause(arm, aspect) for aspect in decision.lost)}"
     if decision.gaps:
-        return f"not shown to be {word}: {' and '.join(_gap_clause(arm, gap.aspect) for gap in decision.gaps)}"
-    inactive = ": the heads are inactive" if arm.replacement == "zero" else ""
+        return f"not shown to be safe: {' and '.join(_gap_clause(arm, gap.aspect) for gap in decision.gaps)}"
+    finding = f": the heads are {FINDINGS[arm.replacement]}" if arm.replacement else ""
     unknown = f"; {arm.unjudged_recall} is unknown" if arm.unjudged_recall else ""
-    return f"{word} within one point{inactive}{unknown}"
+    return f"safe within one point{finding}{unknown}"
 
 
 def _questions_words(arm: ArmResults) -> str:

@@ -132,8 +132,8 @@ class PruneConfig:
         methods: Methods that choose heads, of `PRUNE_METHODS` or ``orders``; one model is built for each size and
             method.
         heads: Heads to remove by the name of their mask or list; empty lets the methods choose.
-        orders: All heads, the most removable first, by method; criteria without an entry take the order of a run in the
-            store.
+        orders: All heads, the least important first, by method; criteria without an entry take the order of a run in
+            the store.
         texts: Texts that choose, repair and judge.
         recall_prompts: Recall prompts that choose heads, repair and measure held-out losses, next to the texts.
         unit: Unit of removal.

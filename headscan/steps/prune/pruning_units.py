@@ -48,7 +48,7 @@ def divisor_kv_heads(grid: HeadGrid) -> dict[int, tuple[int, ...]]:
 
 
 def first_units(units: Sequence[tuple[Head, ...]], order: Sequence[tuple[int, int]], count: int) -> tuple[Head, ...]:
-    """Return the heads of the ``count`` units with the lowest mean rank in ``order``, the most removable head first."""
+    """Return the heads of the ``count`` units with the lowest mean rank in ``order``, least important first."""
     by_rank = sorted(units, key=mean_ranks(units, order).__getitem__)
     return tuple(sorted(head for heads in by_rank[:count] for head in heads))
 

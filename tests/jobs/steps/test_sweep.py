@@ -95,7 +95,7 @@ def test_arms_are_every_score_and_control_at_every_share(swept: Swept) -> None:
         store.resolve_run(run, kind)["status"] == "finished"
         for run, kind in zip((result.scan_run, result.verdict.run_id), ("recording", "evaluate"), strict=True)
     )
-    assert "\n\nremovable within one point, confirmed on other questions: " in str(result)
+    assert "\n\nsafe within one point, confirmed on other questions: " in str(result)
     assert result._repr_html_().startswith('<pre style="white-space: pre">')
 
 
@@ -212,16 +212,16 @@ def test_the_command_of_a_finished_sweep_runs_nothing_and_prints_every_curve(
     assert f"Both use all {questions} questions and are not corrected\nfor comparing 5 curves." in table
     half = questions // 2
     assert (
-        f"4 rules, none of which passes, selected on {half} questions and judged on {questions - half} others"
+        f"4 rules, none of which is safe, selected on {half} questions and judged on {questions - half} others"
         in choices
     )
-    assert "removable within one point, confirmed on other questions: no arm" in choices
+    assert "safe within one point, confirmed on other questions: no arm" in choices
     # Without confirmation nothing runs again either, and the output describes the interval.
     assert main([str(part) for part in (*command, "--shares", "0,0.2,0.4", "--controls", "2", "--no-confirm")]) == 0
     assert asked == [model_facts] * 2
     out = capsys.readouterr().out
     assert f"selected and judged on the same {questions} questions, so its interval is not corrected" in out
-    assert "removable within one point, not corrected for the selection: no arm" in out
+    assert "safe within one point, not corrected for the selection: no arm" in out
 
 
 @pytest.mark.slow

@@ -309,18 +309,6 @@ def test_mistakes_are_named(values: dict[str, np.ndarray], tmp_path: Path) -> No
         store.add_shards(scan, [ShardToWrite(record, sequence_table(0, 2), head_table(values, 0, 2))])
 
 
-def test_a_run_of_an_older_version_has_the_importance_by_sequence_alone(
-    values: dict[str, np.ndarray], tmp_path: Path
-) -> None:
-    del values["token_gradient"]
-    store, run_id = write(tmp_path / "s.duckdb", values)
-    with pytest.raises(SelectionError, match=r"an older version measured it\. Measure again, or rank by sequence_imp"):
-        rank_importance(store, run_id)
-    assert len(rank_importance(store, run_id, "sequence_importance")) == LAYERS * HEADS
-    assert halves_agreement(store, run_id) is None
-    assert halves_agreement(store, run_id, "sequence_importance") is not None
-
-
 @pytest.mark.parametrize(
     ("changed", "why"),
     [

@@ -107,7 +107,7 @@ def test_a_report_is_one_file_that_fetches_nothing(store: tuple[Store, str, str]
         "Provenance",
     ):
         assert title in reader.text
-    assert "removable within one point" in reader.text
+    assert "safe within one point" in reader.text
     assert "has not been validated" in reader.text
     assert re.search(r"131,072\s*\d+\.\d\d MiB", reader.text)
 

@@ -14,7 +14,7 @@ import pytest
 from headscan.catalog import SCORES
 from headscan.ranking.comparisons import score_overlap
 from headscan.report.ablation_costs import arms_section, sweep_parts
-from headscan.report.arm_chart import FRAME, recall_figure, removable_figure, removable_text, strict_text
+from headscan.report.arm_chart import FRAME, recall_figure, safe_text, shares_figure, within_point_text
 from headscan.report.profile_charts import overlap_figure
 from headscan.report.share_chart import BEST_COLOURS, curves_figure, point_text
 from headscan.report.write_report import write_report
@@ -68,13 +68,13 @@ def test_curves_are_read_best_first(curves: list[Curve], rules: list[Curve]) -> 
         ("random_mask", None),
     }
     assert [curve.name for curve in rules] == [*NAMES, "random"]
-    removable = [curve.removable_share for curve in rules]
-    assert removable == sorted(removable, reverse=True)
+    shares = [curve.share_within_point for curve in rules]
+    assert shares == sorted(shares, reverse=True)
     for curve in rules:
-        assert curve.removable_share_strict is not None
-        passing = [point.ablated_share for point in curve.points if point.passes]
-        assert curve.removable_share_strict == max(passing) < curve.removable_share
-    assert rules[0].removable_share_strict >= realised(NAMES[0], 0.05)
+        assert curve.safe_share is not None
+        safe = [point.ablated_share for point in curve.points if point.safe]
+        assert curve.safe_share == max(safe) < curve.share_within_point
+    assert rules[0].safe_share >= realised(NAMES[0], 0.05)
     for curve in rules:
         assert [point.share for point in curve.points] == [0, *SHARES]
         assert [point.ablated_share for point in curve.points] == pytest.approx(
@@ -131,34 +131,34 @@ def test_hover_text_describes_a_point(rules: list[Curve]) -> None:
     assert point_text(rules[1], rules[1].points[0]).startswith("baseline<br>")
 
 
-def test_removable_shares_are_grouped_bars(rules: list[Curve]) -> None:
-    figure = removable_figure(rules)
-    paper, strict = figure.data
-    assert list(paper.y) == list(strict.y) == [*NAMES, "random"]
-    assert list(paper.x) == pytest.approx([100 * curve.removable_share for curve in rules])
-    assert list(strict.x) == pytest.approx([100 * (curve.removable_share_strict or 0) for curve in rules])
+def test_the_two_shares_are_grouped_bars(rules: list[Curve]) -> None:
+    figure = shares_figure(rules)
+    within_point, safe = figure.data
+    assert list(within_point.y) == list(safe.y) == [*NAMES, "random"]
+    assert list(within_point.x) == pytest.approx([100 * curve.share_within_point for curve in rules])
+    assert list(safe.x) == pytest.approx([100 * (curve.safe_share or 0) for curve in rules])
     assert figure.layout.yaxis.autorange == "reversed"
     assert figure.layout.width <= PAGE
     # A curve that never falls only says what it reaches; one that falls at once lets nothing go.
     for share, text in ((rules[0].reach, "≥ 15.0%"), (0.149, "14.9%"), (0.0, "0.0%")):
-        assert removable_text(replace(rules[0], removable_share=share)) == text
+        assert within_point_text(replace(rules[0], share_within_point=share)) == text
 
 
-def test_a_missing_strict_share_has_a_reason(rules: list[Curve]) -> None:
+def test_a_missing_safe_share_has_a_reason(rules: list[Curve]) -> None:
     first = rules[0]
     kept = replace(first, points=tuple(point._replace(recall_lost=False) for point in first.points))
-    assert strict_text(replace(kept, removable_share_strict=0.0375)) == "3.8%"
-    unknown = replace(kept, removable_share_strict=None)
-    assert strict_text(unknown) == "too few questions or correct answers" and not unknown.stopped_by_recall
+    assert safe_text(replace(kept, safe_share=0.0375)) == "3.8%"
+    unknown = replace(kept, safe_share=None)
+    assert safe_text(unknown) == "too few questions or correct answers" and not unknown.stopped_by_recall
     points = (*kept.points[:2], *(point._replace(recall_lost=True) for point in kept.points[2:]))
-    stopped = replace(kept, points=points, removable_share_strict=points[1].ablated_share)
+    stopped = replace(kept, points=points, safe_share=points[1].ablated_share)
     assert stopped.recall_lost_at == points[2].ablated_share
-    assert strict_text(stopped) == f"{points[1].ablated_share:.1%}, then recall is lost"
+    assert safe_text(stopped) == f"{points[1].ablated_share:.1%}, then recall is lost"
     # What the benchmark stops before is not blamed on recall.
-    assert strict_text(replace(stopped, removable_share_strict=0.01)) == "1.0%"
-    bars = removable_figure([unknown, stopped]).data[1]
+    assert safe_text(replace(stopped, safe_share=0.01)) == "1.0%"
+    bars = shares_figure([unknown, stopped]).data[1]
     assert list(bars.x) == [0.0, pytest.approx(100 * points[1].ablated_share)]
-    assert list(bars.text) == ["too few questions or correct answers", strict_text(stopped)]
+    assert list(bars.text) == ["too few questions or correct answers", safe_text(stopped)]
     lines = [trace for trace in curves_figure([stopped]).data if trace.mode == "lines+markers"]
     assert list(lines[0].marker.symbol) == ["circle", "circle", "x", "x"]
     html = "".join(sweep_parts([unknown, stopped]))
@@ -225,7 +225,7 @@ def test_the_report_of_a_sweep(sweep: tuple[Store, str, str], tmp_path: Path) ->
     store, run_id, evaluation = sweep
     path = write_report(store, tmp_path / "r.html", scan_run=run_id, evaluate_run=evaluation, scores=())
     html = path.read_text("utf-8")
-    for identity in ("curves-rule", "removable-rule", "curves-mask", "removable-mask", "recall", "overlap"):
+    for identity in ("curves-rule", "shares-rule", "curves-mask", "shares-mask", "recall", "overlap"):
         assert html.count(f'id="{identity}"') == 1
     assert 'id="arms"' not in html  # the curves have them all
     order = [

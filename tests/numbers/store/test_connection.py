@@ -68,7 +68,7 @@ def test_a_file_that_is_no_database_is_refused_unchanged(tmp_path: Path) -> None
                 "INSERT INTO meta VALUES ('format', 'headscan store'), ('schema_version', '99')",
             ],
             StoreVersionError,
-            f"schema version 99, newer than version {SCHEMA_VERSION} of this headscan",
+            rf"has schema 99 \(this headscan reads schema {SCHEMA_VERSION}\)\. Use the version .*, or scan again",
         ),
     ],
 )

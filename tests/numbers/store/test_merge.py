@@ -92,7 +92,7 @@ def test_a_merged_store_equals_its_only_source(scan: Scan, new: dict[str, Store]
 
 def _split_rows(store: Store, run_id: str) -> pa.Table:
     rows = store.query(
-        "SELECT v.*, 'selection' AS part, true AS passes, NULL::INTEGER AS comparisons, NULL::DOUBLE AS wide_low,"
+        "SELECT v.*, 'selection' AS part, true AS safe, NULL::INTEGER AS comparisons, NULL::DOUBLE AS wide_low,"
         " NULL::BOOLEAN AS selected FROM arm_verdicts v JOIN arms USING (arm_id) WHERE run_id = ?",
         [run_id],
     )

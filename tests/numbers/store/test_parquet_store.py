@@ -19,7 +19,7 @@ from headscan.errors import NotAStoreError, QueryError, StoreError, StoreMissing
 from headscan.store.output_files import OutputError
 from headscan.store.parquet_store import ParquetStore, store_at
 from headscan.store.store import Store
-from headscan.store.tables import RENAMED, TABLES
+from headscan.store.tables import TABLES
 from headscan.store.views import VIEWS
 from headscan.verdicts.judge import judge
 from headscan.verdicts.verdict_rows import record_verdicts
@@ -251,30 +251,13 @@ def test_another_schema_is_refused(
         ParquetStore(tmp_path).runs()
 
 
-def test_columns_and_tables_of_later_schemas_are_empty(scan: Scan, tmp_path: Path) -> None:
-    """A data set of an older headscan lacks them."""
+def test_the_column_of_a_new_statistic_is_empty(scan: Scan, tmp_path: Path) -> None:
+    """Files that were written before the catalogue declared the statistic lack its column."""
     scan.store.export_parquet(tmp_path)
-    path = tmp_path / "schema.json"
-    schema = json.loads(path.read_text("utf-8"))
-    del schema["tables"]["head_gates"]
-    (tmp_path / "head_gates.parquet").unlink()
-    path.write_text(json.dumps(schema))
-    assert ParquetStore(tmp_path).query("FROM head_gates").num_rows == 0
-    assert ParquetStore(tmp_path).query("FROM head_summary").num_rows == LAYERS * HEADS
-
-
-def test_columns_with_an_older_name_are_read(filled: tuple[Store, str], tmp_path: Path) -> None:
-    """A data set that was exported before a column got its name."""
-    store, _ = filled
-    store.export_parquet(tmp_path)
-    for table, names in RENAMED.items():
-        path = tmp_path / f"{table}.parquet"
-        rows = pq.read_table(path)
-        old = [names.get(name, name) for name in rows.column_names]
-        assert old != rows.column_names
-        pq.write_table(rows.rename_columns(old), path)
-    arms = "SELECT name, criterion, ablated_share FROM arms ORDER BY ALL"
-    assert ParquetStore(tmp_path).query(arms) == store.query(arms)
-    assert any(store.query(arms)["ablated_share"].to_pylist())
-    for name in ("masks", "responses", "arm_comparison"):
-        assert ParquetStore(tmp_path).query(f"FROM {name} ORDER BY ALL") == store.query(f"FROM {name} ORDER BY ALL")
+    for path in (tmp_path / "head_statistics").glob("*/*/*.parquet"):
+        pq.write_table(pq.read_table(path, partitioning=None).drop_columns("self_weight"), path)
+    store = ParquetStore(tmp_path)
+    assert store.query("SELECT count(*) AS rows, count(self_weight) AS values FROM head_statistics").to_pylist() == [
+        {"rows": scan.stats["entropy"].size, "values": 0}
+    ]
+    assert store.query("FROM head_summary").num_rows == LAYERS * HEADS

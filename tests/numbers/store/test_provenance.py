@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import os
 import subprocess
 import sys
@@ -17,14 +16,7 @@ import pytest
 from headscan.errors import ResumeError
 from headscan.report.write_report import write_report
 from headscan.store import provenance
-from headscan.store.provenance import (
-    has_ended,
-    host_of,
-    is_visible,
-    provenance_changes,
-    provenance_history,
-    this_process,
-)
+from headscan.store.provenance import has_ended, host_of, is_visible, provenance_changes, this_process
 from headscan.store.records import RunRecord
 from headscan.store.store import Store
 from tests.numbers.conftest import Scan, scan_record
@@ -95,46 +87,6 @@ def test_a_finished_run_is_left_as_it_is_unless_more_is_added(tmp_path: Path) ->
     assert rows(store) == before
     assert store.begin_run(newer, extends=True, resume_anyway=True).status == "finished"
     assert [entry["device"] for entry in store.resolve_run(run_id)["provenance"]] == ["cpu", "cuda (NVIDIA H200)"]
-
-
-def test_a_run_without_provenance_is_compared_by_its_packages_and_version(tmp_path: Path) -> None:
-    store = Store(tmp_path / "s.duckdb")
-    run_id = store.begin_run(record()).run_id
-    with store.connect() as connection:
-        connection.execute("UPDATE runs SET provenance = NULL, started_at = '2026-01-02 03:04:05+00'")
-    assert provenance_history(store.resolve_run(run_id)) == [
-        {key: SOFTWARE[key] for key in ("packages", "code_version")}
-    ]
-    # Which device and code files it used is not known, so they are no change.
-    assert store.begin_run(record(device="cuda (NVIDIA H200)", code_files_hash="c0de")).changes == ()
-    with pytest.raises(ResumeError, match="headscan"):
-        store.begin_run(record(code_version="0.2.0"))
-    store.begin_run(record(code_version="0.2.0"), resume_anyway=True)
-    first, second = store.resolve_run(run_id)["provenance"]
-    assert first["since"] == "2026-01-02T03:04:05+00:00"
-    assert (first["code_version"], second["code_version"], "device" in first) == ("0.1.0+aaaaaaaa", "0.2.0", False)
-
-
-def test_a_stopped_run_of_an_older_store_is_compared_too(tmp_path: Path) -> None:
-    path = tmp_path / "old.duckdb"
-    path.write_bytes(gzip.decompress((Path(__file__).parents[1] / "data" / "schema5.duckdb.gz").read_bytes()))
-    store = Store(path)
-    stopped = store.resolve_run()
-    store.finish_run(stopped["run_id"], status="failed")
-    resumed = RunRecord(
-        stopped["kind"],
-        stopped["fingerprint"],
-        stopped["model"],
-        stopped["num_layers"],
-        stopped["num_heads"],
-        packages=stopped["packages"],
-        code_version="0.1.0+aaaaaaaa",
-    )
-    with pytest.raises(ResumeError, match=rf"{stopped['run_id']}.*: headscan 0\.1\.0 -> 0\.1\.0\+aaaaaaaa\. "):
-        store.begin_run(resumed)
-    assert store.begin_run(resumed, resume_anyway=True).run_id == stopped["run_id"]
-    history = store.resolve_run(stopped["run_id"])["provenance"]
-    assert [entry["code_version"] for entry in history] == ["0.1.0", "0.1.0+aaaaaaaa"]
 
 
 def test_equal_provenances_have_no_changes() -> None:

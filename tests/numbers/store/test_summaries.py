@@ -254,7 +254,7 @@ def test_a_summary_of_fewer_shards_is_not_stored(hard: tuple[Store, str], monkey
 def test_commands_answer_alike_from_a_store_without_summaries(
     scan: Scan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a store of an older version is; scanning again (`Store.summarise`) stores what is missing."""
+    """As after a new score; scanning again (`Store.summarise`) stores what is missing."""
 
     def answers() -> list[str]:
         found = []

@@ -42,7 +42,7 @@ SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 
 
 def _candidates(curves: Mapping[str, str], low: float = 0.0) -> list[Candidate]:
-    """Of each score its arms at growing shares: ``+`` passes, ``-`` does not, ``r`` loses recall besides. Lower ends
+    """Of each score its arms at growing shares: ``+`` is safe, ``-`` is not, ``r`` loses recall besides. Lower ends
     fall from score to score, and a little from share to share.
     """
     return [
@@ -58,14 +58,14 @@ def _candidates(curves: Mapping[str, str], low: float = 0.0) -> list[Candidate]:
         ({"a": "++-", "b": "+--"}, "a 0.1"),
         ({"a": "+--", "b": "+++-"}, "b 0.15"),
         ({"a": "++-", "b": "++-"}, "a 0.1"),  # the higher interval
-        ({"a": "+-+++", "b": "++-"}, "b 0.1"),  # what passes behind a failure does not count
+        ({"a": "+-+++", "b": "++-"}, "b 0.1"),  # what is safe behind a failure does not count
         ({"a": "-++++", "b": "+-"}, "b 0.05"),
         ({"a": "-++++", "b": "---"}, "a 0.05"),  # no arm qualifies: the highest interval
         ({"a": "r", "b": "-"}, "b 0.05"),
         ({"a": "r", "b": "r"}, "a 0.05"),
     ],
 )
-def test_the_largest_share_up_to_which_a_score_passes_is_selected(curves: dict[str, str], selected: str) -> None:
+def test_the_largest_share_up_to_which_a_score_is_safe_is_selected(curves: dict[str, str], selected: str) -> None:
     candidates = _candidates(curves)
     for order in (candidates, candidates[::-1]):
         best = best_candidate(order)
@@ -87,8 +87,8 @@ class Simulated:
     second: np.ndarray
     together: np.ndarray
 
-    def removable(self) -> float:
-        """How often a sweep calls an arm removable that it selected on one half and judged on the other half."""
+    def safe(self) -> float:
+        """How often a sweep calls an arm safe that it selected on one half and judged on the other half."""
         return float(np.mean([self._confirmed(number) is not None for number in range(len(self.first))]))
 
     def _confirmed(self, number: int) -> Candidate | None:
@@ -127,22 +127,22 @@ def test_the_simulated_intervals_are_those_of_verdicts() -> None:
 
 
 @pytest.mark.parametrize(("questions", "most"), [(800, 0.03), (2000, 0.025), (8000, 0.01)])
-def test_no_arm_is_removable_if_all_lose_a_point_and_a_half(questions: int, most: float) -> None:
-    """15 scores at 6 shares, all of them truly beyond the margin; on the questions that selected it, the best passes
-    in one sweep of ten."""
+def test_no_arm_is_safe_if_all_lose_a_point_and_a_half(questions: int, most: float) -> None:
+    """15 scores at 6 shares, all of them truly beyond the margin; on the questions that selected it, the best is called
+    safe in one sweep of ten."""
     lost, gained = np.full((15, 6), 0.035), np.full((15, 6), 0.02)
     simulated = _simulate(lost, gained, questions)
     if questions == 2000:
         assert 0.05 < (simulated.together > -MARGIN).any(axis=(1, 2)).mean() < 0.2
-    assert simulated.removable() <= most
+    assert simulated.safe() <= most
 
 
-def test_a_removable_arm_is_found() -> None:
+def test_a_safe_arm_is_found() -> None:
     """One score costs nothing up to 15 % of heads, and two points beyond; all others cost three points."""
     lost, gained = np.full((15, 6), 0.04), np.full((15, 6), 0.01)
     lost[4, :3], lost[4, 3:] = 0.01, 0.03
-    assert _simulate(lost, gained, 8000).removable() > 0.9
-    assert _simulate(lost, gained, 4000).removable() > 0.6
+    assert _simulate(lost, gained, 8000).safe() > 0.9
+    assert _simulate(lost, gained, 4000).safe() > 0.6
 
 
 # What judging again and again costs
@@ -150,7 +150,7 @@ def test_a_removable_arm_is_found() -> None:
 
 @pytest.mark.parametrize(("arms", "before"), [(1, 0.025), (5, 0.118), (20, 0.39)])
 def test_arms_that_share_a_half_share_the_error_of_one(arms: int, before: float) -> None:
-    """Arms that all truly lose one point are judged on one half; one of them passes in 2.5 % of cases."""
+    """Arms that all truly lose one point are judged on one half; one of them is called safe in 2.5 % of cases."""
     rng = np.random.default_rng(0)
     questions, sweeps = 20_000, 2000
     gained, lost = np.moveaxis(rng.multinomial(questions, [0.015, 0.025, 0.96], size=(sweeps, arms)), -1, 0)[:2]
@@ -187,7 +187,7 @@ def _paired(questions: int, gained: int, lost: int, low: float) -> PairedDiffere
 
 @pytest.mark.parametrize("comparisons", [1, 2, 5, 20])
 def test_few_differing_answers_are_widened_enough(comparisons: int) -> None:
-    """The least questions with which an arm can pass: one that loses a point passes in 2.5 % of cases, shared."""
+    """The least questions with which an arm can be safe: one that loses a point is in 2.5 % of cases, shared."""
     least = identical_questions(comparisons)
     for questions in (least - 1, least, least + 150, 3 * least):
         chance = 0.0
@@ -316,7 +316,7 @@ def test_one_part_selects_and_the_other_judges(harmed: Callable[[str], tuple[Sto
     assert set(choices) == {"rule", "mask"}
     for kind, choice in choices.items():
         assert choice.verdict.name == f"{kind} entropy 0.2"
-        assert (choice.candidates, choice.passed, choice.confirmed) == (6, True, True)
+        assert (choice.candidates, choice.selection_safe, choice.confirmed) == (6, True, True)
         assert (choice.selected_on, choice.verdict.paired.questions) == (1000, 1000)
         assert choice.verdict.paired.lost == 100 and choice.verdict.paired.difference == pytest.approx(-10)
         assert not choice.verdict.is_safe
@@ -327,7 +327,7 @@ def test_one_part_selects_and_the_other_judges(harmed: Callable[[str], tuple[Sto
     assert choices["mask"].verdict.controls is None
     text = choices_text(list(choices.values()))
     assert all(f"{choice.verdict.name}: {choice.origin()}\n" in text for choice in choices.values())
-    assert text.endswith("\n\nremovable within one point, confirmed on other questions: no arm")
+    assert text.endswith("\n\nsafe within one point, confirmed on other questions: no arm")
 
 
 def test_the_judging_part_does_not_select(harmed: Callable[[str], tuple[Store, str]]) -> None:
@@ -369,7 +369,7 @@ def test_sql_shows_the_selected_and_confirmed_arms(harmed: Callable[[str], tuple
         paired = choices[row["kind"]].verdict.paired
         assert (row["run_id"], row["arm"]) == (run_id, choices[row["kind"]].verdict.name)
         assert (row["selection_questions"], row["questions"]) == (1000, 1000)
-        assert row["selection_passed"] is True and row["removable"] is False
+        assert row["selection_safe"] is True and row["safe"] is False
         assert row["selection_difference"] == 0.0
         numbers = [100 * row[name] for name in ("baseline", "accuracy", "difference", "wide_low")]
         assert numbers == pytest.approx([paired.baseline, paired.arm, paired.difference, paired.low])
@@ -493,12 +493,12 @@ def test_later_sweeps_on_the_same_questions_widen_all_judgements(tmp_path: Path)
         assert choice.comparisons == 4 and not choice.verdict.is_safe
         assert choice.verdict.paired.low < alone.verdict.paired.low
         assert "judged on 1,200 others by intervals widened for the 4 arms that they have judged" in choice.sentence()
-    rows = reopened.query("SELECT run_id, comparisons, removable FROM all_sweep_confirmed").to_pylist()
+    rows = reopened.query("SELECT run_id, comparisons, safe FROM all_sweep_confirmed").to_pylist()
     assert {row["run_id"]: row["comparisons"] for row in rows} == {
         **dict.fromkeys((first, overlapping, *later), 4),
         other_model: 1,
     }
-    assert {row["run_id"] for row in rows if row["removable"]} == {other_model}
+    assert {row["run_id"] for row in rows if row["safe"]} == {other_model}
     assert judged_on_same(reopened, first).runs == {first, overlapping, *later}
 
 
@@ -553,8 +553,8 @@ def test_a_half_with_too_few_questions_is_reported(tmp_path: Path) -> None:
     questions = 2 * MIN_SAFE_TEXTS - 10
     run_id = write_sweep(store, scores=tuple(SCORES)[:1], shares=(0.05, 0.1), kinds=("mask",), questions=questions)
     choice = _choices(store, run_id)["mask"]
-    assert not choice.passed and not choice.verdict.is_safe
-    assert choice.sentence().startswith(f"Closest of 2 masks, none of which passes, selected on {questions // 2:,}")
+    assert not choice.selection_safe and not choice.verdict.is_safe
+    assert choice.sentence().startswith(f"Closest of 2 masks, none of which is safe, selected on {questions // 2:,}")
     # Twice the number of an arm chosen in advance, because half of the questions judge.
     changed = (choice.verdict.paired.gained + choice.verdict.paired.lost) / choice.verdict.paired.questions
     needed = choice.verdict.questions_needed
@@ -582,11 +582,11 @@ def test_points_pass_where_verdicts_do(tmp_path: Path) -> None:
     """The SQL of the curves and the verdicts in words agree on every arm."""
     store = Store(tmp_path / "s.duckdb", lock_timeout=5.0)
     run_id = write_sweep(store, scores=tuple(SCORES)[:2], shares=SHARES, seeds=1, questions=3000)
-    removable = {arm.name: arm.is_safe for arm in judge(store, run_id).arms}
+    safe = {arm.name: arm.is_safe for arm in judge(store, run_id).arms}
     record_verdicts(store, run_id)
     points = store.query(
-        "SELECT name, passes FROM all_sweep_points p JOIN arms a ON p.run_id = a.run_id AND p.kind = a.kind"
+        "SELECT name, safe FROM all_sweep_points p JOIN arms a ON p.run_id = a.run_id AND p.kind = a.kind"
         " AND p.share = a.share AND p.criterion IS NOT DISTINCT FROM a.criterion"
     ).to_pylist()
-    assert {row["name"]: row["passes"] for row in points} == removable
-    assert {True, False} == set(removable.values())
+    assert {row["name"]: row["safe"] for row in points} == safe
+    assert {True, False} == set(safe.values())

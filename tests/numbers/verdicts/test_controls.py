@@ -64,7 +64,7 @@ def _best(first: np.ndarray, curves: range) -> Candidate:
 
 def _standing(best: Candidate, second: np.ndarray) -> Standing:
     curve, place = map(int, best.name.split())
-    return Standing(best.passes, best.share, float(second[curve, place]))
+    return Standing(best.safe, best.share, float(second[curve, place]))
 
 
 def _claims(scores: int, controls: int, sweeps: int, gain: float = 1.0) -> tuple[float, float]:

@@ -96,7 +96,7 @@ def test_intervals_of_a_sweep_are_those_of_the_arms(sweep: tuple[Store, str]) ->
             assert point[end] == pytest.approx(np.mean([arm[end] for arm in of_arms]))
 
 
-def test_curves_have_removable_shares(sweep: tuple[Store, str]) -> None:
+def test_curves_have_two_shares(sweep: tuple[Store, str]) -> None:
     store, run_id = sweep
     rows = store.query("FROM score_curves WHERE run_id = ?", [run_id]).to_pylist()
     assert [(row["kind"], row["criterion"], row["points"]) for row in rows] == [
@@ -106,32 +106,35 @@ def test_curves_have_removable_shares(sweep: tuple[Store, str]) -> None:
         ("random_rule", None, 1),
     ]
     # Ablating more than was tried is not proven; a point is half of the entropy curve's way from 6 to 12 %.
-    assert [row["removable_share"] for row in rows] == pytest.approx([0.1, 0.09, 0.02, 0.01])
+    assert [row["share_within_point"] for row in rows] == pytest.approx([0.1, 0.09, 0.02, 0.01])
     # Three of four curves reach 10 %, one reaches 20 %; that of value_norm ends at 8 %.
     assert [row["area_upto"] for row in rows] == [0.1] * 4
     entropy = 0.75 - (0.04 / 0.06 * 0.02) * 0.04 / 2 / 0.1  # a triangle from 6 to 10 %
     assert [row["area"] for row in rows if row["area"] is not None] == pytest.approx([0.75, entropy, 0.7])
     assert rows[2]["area"] is None
     # At 6 % nothing is lost, which 400 questions tell to within one point; at 12 % too much is.
-    strict = [row["removable_share_strict"] for row in rows]
-    assert strict == [0.1, 0.06, 0.0, 0.0]
-    assert all(row["removable_share_strict"] <= row["removable_share"] for row in rows)
+    assert [row["safe_share"] for row in rows] == [0.1, 0.06, 0.0, 0.0]
+    assert all(row["safe_share"] <= row["share_within_point"] for row in rows)
 
 
 @pytest.mark.parametrize(
-    ("lost", "passes", "strict", "paper"),
+    ("lost", "safe", "safe_share", "within_point"),
     [
         # The line from the baseline to the first arm is within the margin up to 2 %, but nothing there was tested.
         ({0.05: 50, 0.1: 90, 0.2: 130}, [False, False, False], 0.0, 0.02),
         ({0.05: 0, 0.1: 0, 0.2: 130}, [True, True, False], 0.1, 0.1 + 0.1 * 20 / 130),
-        # A larger share that passes by luck does not count behind a smaller one that fails.
+        # A larger share that is safe by luck does not count behind a smaller one that is not.
         ({0.05: 0, 0.1: 130, 0.2: 0}, [True, False, True], 0.05, 0.2),
         ({0.05: 50, 0.1: 0, 0.2: 0}, [False, True, True], 0.0, 0.2),
         ({0.05: 0, 0.1: 0, 0.2: 0}, [True, True, True], 0.2, 0.2),
     ],
 )
-def test_the_strict_share_is_the_largest_tested_one_up_to_which_all_pass(
-    evaluate: Callable[..., tuple[Store, str]], lost: dict[float, int], passes: list[bool], strict: float, paper: float
+def test_the_safe_share_is_the_largest_tested_one_up_to_which_all_are_safe(
+    evaluate: Callable[..., tuple[Store, str]],
+    lost: dict[float, int],
+    safe: list[bool],
+    safe_share: float,
+    within_point: float,
 ) -> None:
     baseline = np.repeat([1, 0], [1500, 500])
     arms = {"baseline": ("baseline", baseline, 0.0, {})}
@@ -140,11 +143,11 @@ def test_the_strict_share_is_the_largest_tested_one_up_to_which_all_pass(
         arms[f"{share}"] = ("rule", answers, share, {"criterion": "entropy", "share": share})
     store, run_id = evaluate(np.array(["a"] * 2000), arms)
     record_verdicts(store, run_id)
-    points = store.query("SELECT low, passes FROM sweep_points WHERE arms > 0 ORDER BY share").to_pylist()
-    assert [point["passes"] for point in points] == passes == [point["low"] > -0.01 for point in points]
+    points = store.query("SELECT low, safe FROM sweep_points WHERE arms > 0 ORDER BY share").to_pylist()
+    assert [point["safe"] for point in points] == safe == [point["low"] > -0.01 for point in points]
     (curve,) = store.query("FROM score_curves").to_pylist()
-    assert curve["removable_share_strict"] == strict
-    assert curve["removable_share"] == pytest.approx(paper)
+    assert curve["safe_share"] == safe_share
+    assert curve["share_within_point"] == pytest.approx(within_point)
 
 
 def test_only_seeds_are_averaged(evaluate: Callable[..., tuple[Store, str]]) -> None:
@@ -183,11 +186,11 @@ def test_only_seeds_are_averaged(evaluate: Callable[..., tuple[Store, str]]) -> 
     ]
 
 
-def _strict(
+def _shares(
     evaluate: Callable[..., tuple[Store, str]], questions: int, recall: tuple[float, ...], baseline_recall: float = 1.0
 ) -> tuple[float | None, float, list[bool]]:
-    """The strict and the paper's share of a rule that loses nothing of a benchmark, at 5, 10 and 20 % of heads; of
-    each arm the share of needles that it finds. Also which points lost recall."""
+    """The safe share and the share within one point of a rule that loses nothing of a benchmark, at 5, 10 and
+    20 % of heads; of each arm the share of needles that it finds. Also which points lost recall."""
     needles = 400  # enough to show that recall is kept
     tasks = np.array(["a"] * questions + ["needle@64"] * needles)
 
@@ -201,11 +204,11 @@ def _strict(
     record_verdicts(store, run_id)
     (curve,) = store.query("FROM score_curves").to_pylist()
     lost = store.query("SELECT recall_lost FROM sweep_points ORDER BY ablated_share")["recall_lost"].to_pylist()
-    return curve["removable_share_strict"], curve["removable_share"], lost
+    return curve["safe_share"], curve["share_within_point"], lost
 
 
 @pytest.mark.parametrize(
-    ("recall", "strict", "lost"),
+    ("recall", "safe_share", "lost"),
     [
         ((1.0, 1.0, 1.0), 0.21, [False, False, False, False]),
         ((1.0, 0.5, 0.5), 0.06, [False, False, True, True]),
@@ -213,20 +216,20 @@ def _strict(
         ((0.5, 1.0, 1.0), 0.0, [False, True, False, False]),
     ],
 )
-def test_the_stricter_share_ends_before_recall_is_lost(
-    evaluate: Callable[..., tuple[Store, str]], recall: tuple[float, ...], strict: float, lost: list[bool]
+def test_the_safe_share_ends_before_recall_is_lost(
+    evaluate: Callable[..., tuple[Store, str]], recall: tuple[float, ...], safe_share: float, lost: list[bool]
 ) -> None:
-    found, paper, points = _strict(evaluate, QUESTIONS, recall)
-    assert (found, points) == (pytest.approx(strict), lost)
+    found, paper, points = _shares(evaluate, QUESTIONS, recall)
+    assert (found, points) == (pytest.approx(safe_share), lost)
     assert paper == pytest.approx(0.21)  # the paper's rule knows of no recall
 
 
-def test_the_stricter_share_needs_questions(evaluate: Callable[..., tuple[Store, str]]) -> None:
-    assert _strict(evaluate, MIN_SAFE_TEXTS - 1, (1.0, 1.0, 1.0))[:2] == (None, pytest.approx(0.21))
+def test_the_safe_share_needs_questions(evaluate: Callable[..., tuple[Store, str]]) -> None:
+    assert _shares(evaluate, MIN_SAFE_TEXTS - 1, (1.0, 1.0, 1.0))[:2] == (None, pytest.approx(0.21))
 
 
 def test_recall_that_the_baseline_lacks_stops_nothing(evaluate: Callable[..., tuple[Store, str]]) -> None:
-    found, _, lost = _strict(evaluate, QUESTIONS, (0.0, 0.0, 0.0), baseline_recall=0.25)
+    found, _, lost = _shares(evaluate, QUESTIONS, (0.0, 0.0, 0.0), baseline_recall=0.25)
     assert (found, lost) == (pytest.approx(0.21), [False] * 4)
 
 

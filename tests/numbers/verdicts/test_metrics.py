@@ -178,7 +178,7 @@ def test_a_pruned_model_names_its_size_and_its_controls(tmp_path: Any) -> None:
     assert arm.is_safe
     words = arm.sentence()
     assert words.startswith(
-        "pruned 40% (0.0% of heads removed; 88.0% of the weights and 58.0% of the KV cache remain): removable within"
+        "pruned 40% (0.0% of heads removed; 88.0% of the weights and 58.0% of the KV cache remain): safe within"
         " one point"
     )
     assert "Of 1 random choice with as many heads and the same repair, 1 loses more accuracy (-10.00" in words
@@ -241,9 +241,9 @@ def test_a_verdict_counts_the_loss_of_text_that_was_read(tmp_path: Path) -> None
         (Outcome.LOSES, False, "loses"),
     ]
     assert found["infinite"].why == "+inf nats per token (limit 0.05)"
-    assert "not removable: it raises the loss of text by +3.000" in found["above"].sentence()
+    assert "not safe: it raises the loss of text by +3.000" in found["above"].sentence()
     assert "texts: the loss may rise by 0.05" in found["across"].why
-    assert "not shown to be removable: the loss may rise by 0.05" in found["across"].sentence()
+    assert "not shown to be safe: the loss may rise by 0.05" in found["across"].sentence()
     assert found["both"].why == "+3.000 nats per token (limit 0.05) and accuracy (-10.0 points)"
     looser = {arm.name: arm.outcome for arm in judge(store, run_id, max_loss=5.0).arms}
     assert [name for name, outcome in looser.items() if outcome is Outcome.SAFE] == ["above", "across", "within"]

@@ -115,7 +115,7 @@ def test_questions_of_one_text_are_drawn_together() -> None:
 
 
 @pytest.mark.parametrize("questions", [300, 400, 501, 701, 1319])
-def test_an_arm_that_loses_the_margin_seldom_passes(questions: int) -> None:
+def test_an_arm_that_loses_the_margin_is_seldom_safe(questions: int) -> None:
     """It loses one question in a hundred and gains none: over all that may come of that, one pass in forty."""
     passed = 0.0
     for lost in range(questions):
@@ -398,7 +398,7 @@ def test_partial_credit_lost_on_few_questions_makes_no_interval_narrower() -> No
 
 
 @pytest.mark.parametrize(("count", "credit"), [(381, 0.97), (381, 0.5), (1000, 0.5), (2000, 0.9)])
-def test_partial_credit_seldom_passes_or_loses_by_chance(count: int, credit: float) -> None:
+def test_partial_credit_is_seldom_safe_or_loses_by_chance(count: int, credit: float) -> None:
     """One point is lost on average, as partial credit on few questions: the fewest that can pass, and more."""
     rng, clusters, passed, lost, runs = np.random.default_rng(count), QuestionClusters(count), 0, 0, 300
     for _ in range(runs):

@@ -64,7 +64,7 @@ def test_plans_by_layer_are_compared_with_random_layers(evaluate: Evaluate) -> N
         assert arm.controls.arms == (f"random {unit}",)
 
 
-def test_a_plan_is_safe_and_never_removable(evaluate: Evaluate) -> None:
+def test_the_verdict_on_a_plan_speaks_of_kv_heads(evaluate: Evaluate) -> None:
     losses = {"harmless": 1, "unclear": 8, "costly": 200}
     arms = {f"plan {name}, decode": ("plan", losing(loss), 0.0, fields("decode", 0.6)) for name, loss in losses.items()}
     store, run_id = evaluate(TASKS, {"baseline": ("baseline", BASELINE, 0.0, {}), **arms})
@@ -76,4 +76,4 @@ def test_a_plan_is_safe_and_never_removable(evaluate: Evaluate) -> None:
     )
     for name, sentence, start in zip(losses, words, starts, strict=True):
         assert sentence.startswith(f"plan {name}, decode (50.0% of KV heads keep less): {start}")
-        assert "removable" not in sentence and "ablated" not in sentence
+        assert "ablated" not in sentence

@@ -146,33 +146,6 @@ def test_families_of_recall_tasks_are_judged_and_nothing_else(evaluate: Evaluate
         ]
 
 
-def test_comparisons_without_the_columns_of_later_rules_are_made_again(run: tuple[Store, str]) -> None:
-    """As in a store that was upgraded: new columns are NULL there."""
-    store, run_id = run
-    record_verdicts(store, run_id)
-    before = store.query("FROM arm_verdicts ORDER BY ALL")
-    for column in ("failed", "retained", "informative", "texts", "texts_differ", "degrees_of_freedom"):
-        old = before.set_column(before.column_names.index(column), column, pa.nulls(before.num_rows))
-        store.add_verdicts(old)
-        assert store.query("FROM arm_verdicts ORDER BY ALL") != before
-        record_verdicts(store, run_id)
-        assert store.query("FROM arm_verdicts ORDER BY ALL") == before
-
-
-def test_rows_of_older_schemas_have_estimates(run: tuple[Store, str]) -> None:
-    """Such as those of an arm that another one has replaced, which are only counted."""
-    rows = read_verdict_rows(*run).computed
-    ((scopes,), (older,)) = (
-        differences_by_arm([row | changes for row in rows]).values()
-        for changes in ({}, {"texts_differ": None, "degrees_of_freedom": None})
-    )
-    for scope in (BENCHMARK, Scope("copying", True)):
-        new, old = scopes[scope], older[scope]
-        assert old.degrees_of_freedom == new.texts - 1
-        assert old.texts_differ == (new.gained + new.lost) * new.texts // new.questions
-        assert old.low == new.low
-
-
 def test_only_missing_rows_are_computed(run: tuple[Store, str], monkeypatch: pytest.MonkeyPatch) -> None:
     store, run_id = run
     record_verdicts(store, run_id)

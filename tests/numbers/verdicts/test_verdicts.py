@@ -67,19 +67,19 @@ def test_a_verdict_follows_the_interval_and_the_controls(evaluate: Evaluate) -> 
     words = verdict.sentences()
     assert [w.split(" ")[0] for w in words] == ["harmless", "unclear", "costly"]
     assert words[0] == (
-        "harmless (10.0% of heads ablated): removable within one point; recall is unknown. Accuracy 74.80 % against"
+        "harmless (10.0% of heads ablated): safe within one point; recall is unknown. Accuracy 74.80 % against"
         " 75.00 % on 1000 questions: -0.20 points [-0.73, +0.18], p = 0.5. Worst of 2 tasks and groups, with an"
         " interval widened for their number: b: -0.40 points [-1.60, +0.48]; the smallest, of 500 questions, shows"
         " losses from about 4 points. Recall was not tested. Of 2 random choices with"
         " as many heads, 2 lose more accuracy (-10.00 to -6.00 points); at least 19 are needed to show a"
         " better choice of heads than chance."
     )
-    assert "): not shown to be removable: its loss may be more than one point. Accuracy" in words[1]
-    assert "): not removable: it loses more than one point of accuracy. Accuracy" in words[2]
+    assert "): not shown to be safe: its loss may be more than one point. Accuracy" in words[1]
+    assert "): not safe: it loses more than one point of accuracy. Accuracy" in words[2]
     assert "Of 1 random choice with as many heads, 0 lose more accuracy (-10.00 points)" in words[2]
 
 
-def test_a_task_that_is_lost_fails_an_arm_whose_pooled_accuracy_passes(evaluate: Evaluate) -> None:
+def test_a_task_that_is_lost_fails_an_arm_whose_pooled_accuracy_is_kept(evaluate: Evaluate) -> None:
     """MMLU unchanged and GSM8K eight points down: all questions together lose 0.7 points [-0.8, -0.5]."""
     tasks = np.repeat(["gsm8k", "mmlu"], [1319, 14_042])
     baseline = np.tile([1, 1, 1, 0], len(tasks))[: len(tasks)]
@@ -91,9 +91,7 @@ def test_a_task_that_is_lost_fails_an_arm_whose_pooled_accuracy_passes(evaluate:
     assert not ten.keeps_accuracy and not ten.is_safe
     (lost,) = ten.tasks_lost
     assert lost.task == "gsm8k" and lost.paired.difference == pytest.approx(-8.04, abs=0.01)
-    assert "ten (10.0% of heads ablated): not removable: it loses more than one point in gsm8k. Accuracy" in (
-        ten.sentence()
-    )
+    assert "ten (10.0% of heads ablated): not safe: it loses more than one point in gsm8k. Accuracy" in (ten.sentence())
     assert "Worst of 2 tasks and groups, with an interval widened for their number: gsm8k: -8.04 points [-9." in (
         ten.sentence()
     )
@@ -202,19 +200,16 @@ def test_few_questions_prove_nothing(evaluate: Evaluate) -> None:
     arm = judge(store, run_id).arms[0]
     assert arm.paired.difference == 0 and not arm.is_safe
     words = arm.sentence()
-    assert (
-        "not shown to be removable: too few questions (200): an arm that loses nothing and changes 0.0 % of the"
-        in words
-    )
+    assert "not shown to be safe: too few questions (200): an arm that loses nothing and changes 0.0 % of the" in words
     assert "answers needs about 390. Accuracy" in words
 
 
-@pytest.mark.parametrize(("questions", "removable"), [(380, False), (381, True)])
-def test_the_required_number_of_questions_is_enough(evaluate: Evaluate, questions: int, removable: bool) -> None:
+@pytest.mark.parametrize(("questions", "safe"), [(380, False), (381, True)])
+def test_the_required_number_of_questions_is_enough(evaluate: Evaluate, questions: int, safe: bool) -> None:
     same = BASELINE[:questions]
     arms = {"baseline": ("baseline", same, 0.0, {}), "same": ("mask", same, 0.1, {})}
     (arm,) = judge(*evaluate(np.repeat("a", questions), arms)).arms
-    assert arm.is_safe is removable
+    assert arm.is_safe is safe
 
 
 def test_a_model_that_is_hardly_ever_right_proves_nothing(evaluate: Evaluate) -> None:
@@ -246,18 +241,16 @@ def _with_choices(path: Path, *tasks: tuple[str, int, int]) -> tuple[Store, str]
     return store, run_id
 
 
-@pytest.mark.parametrize(("right", "removable"), [(104, False), (112, False), (160, True)])
-def test_a_benchmark_at_chance_shows_nothing(tmp_path: Path, right: int, removable: bool) -> None:
+@pytest.mark.parametrize(("right", "safe"), [(104, False), (112, False), (160, True)])
+def test_a_benchmark_at_chance_shows_nothing(tmp_path: Path, right: int, safe: bool) -> None:
     """26, 28 and 40 % of 400 questions with four choices, all answered alike."""
     store, run_id = _with_choices(tmp_path, ("mmlu", right, 400))
     (arm,) = judge(store, run_id).arms
-    assert arm.paired.low > -1 and arm.is_safe is removable
-    words = (
-        f"not shown to be removable: the model itself is at or near chance ({right / 4:.1f} % right, 25.0 % by guessing"
-    )
-    assert (words in arm.sentence()) is not removable
-    (point,) = store.query("SELECT passes FROM all_sweep_points WHERE share > 0").to_pylist()
-    assert point["passes"] is (True if removable else None)
+    assert arm.paired.low > -1 and arm.is_safe is safe
+    words = f"not shown to be safe: the model itself is at or near chance ({right / 4:.1f} % right, 25.0 % by guessing"
+    assert (words in arm.sentence()) is not safe
+    (point,) = store.query("SELECT safe FROM all_sweep_points WHERE share > 0").to_pylist()
+    assert point["safe"] is (True if safe else None)
 
 
 def test_a_task_at_chance_is_named(tmp_path: Path) -> None:
@@ -304,18 +297,16 @@ def test_an_arm_that_loses_recall_is_not_removable(evaluate: Evaluate) -> None:
     assert forgetting.paired.questions == QUESTIONS
     assert [(each.family, each.paired.questions) for each in forgetting.recall] == [("needle", 400)]
     assert keeping.recall[0].kept and not keeping.recall_open
-    assert "): removable within one point. Accuracy" in keeping.sentence()
+    assert "): safe within one point. Accuracy" in keeping.sentence()
     assert (
         "Recall left, where 100 % is what the whole model does beyond guessing: needle 100 % [95 %, 106 %] (95 % interv"
         in (keeping.sentence())
     )
-    assert "): not removable: it loses recall (needle). Accuracy" in forgetting.sentence()
-    assert (
-        "): not removable: it loses more than one point of accuracy and loses recall (needle). Acc" in both.sentence()
-    )
+    assert "): not safe: it loses recall (needle). Accuracy" in forgetting.sentence()
+    assert "): not safe: it loses more than one point of accuracy and loses recall (needle). Acc" in both.sentence()
     assert "loses recall" not in answers.sentence()
     assert not unclear.recall_lost and unclear.recall_open == "needle"
-    assert "): not shown to be removable: recall is not shown to be kept (needle). Accuracy" in unclear.sentence()
+    assert "): not shown to be safe: recall is not shown to be kept (needle). Accuracy" in unclear.sentence()
 
 
 def test_recall_of_few_questions_is_not_shown_to_be_kept(evaluate: Evaluate) -> None:
@@ -435,7 +426,7 @@ def test_rows_of_json_have_the_outcome_and_its_reason(evaluate: Evaluate) -> Non
     arms = {"baseline": ("baseline", BASELINE, 0.0, {}), "close": ("mask", _losing(8), 0.1, {})}
     arms |= {"harmful": ("mask", _losing(40), 0.1, {}), "harmless": ("mask", BASELINE, 0.1, {})}
     rows = {arm.name: arm_row(arm) for arm in judge(*evaluate(TASKS, arms)).arms}
-    words = {name: (row["outcome"], row["label"], row["removable"]) for name, row in rows.items()}
+    words = {name: (row["outcome"], row["label"], row["safe"]) for name, row in rows.items()}
     assert words == {
         "close": ("not shown", "not shown", False),
         "harmful": ("loses", "loses", False),
@@ -443,7 +434,7 @@ def test_rows_of_json_have_the_outcome_and_its_reason(evaluate: Evaluate) -> Non
     }
     assert rows["harmful"]["why"] == "accuracy (-4.0 points)" and rows["close"]["why"].startswith("may lose more")
     unjudged = arm_row(ArmVerdict(name="a", kind=ArmKind.MASK, ablated_share=0.1))
-    assert {unjudged[name] for name in ("removable", "outcome", "label", "why", "accuracy")} == {None}
+    assert {unjudged[name] for name in ("safe", "outcome", "label", "why", "accuracy")} == {None}
 
 
 def test_the_reason_of_an_open_verdict_is_the_true_one() -> None:
