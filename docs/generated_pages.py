@@ -1,5 +1,5 @@
-"""What is generated from the declarations: the catalogue, the table of statistics, and the schema of the store. The site
-also shows files of other folders to which pages link.
+"""What is generated from the declarations: the catalogue, the table of statistics, and the schema of the store. The
+site also shows files of other folders to which pages link.
 
 The catalogue is a file, because other pages link to it and are read on GitHub, too: ``make schema`` writes it, and the
 table of statistics into the page on measuring. The schema is made when the site is built.
@@ -41,8 +41,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def site_page(name: str, text: str) -> str:
-    """Return a page as the site has it: a line with nothing but a link to a launch file or a query becomes that file, and
-    a link to a notebook leads to its copy.
+    """Return a page as the site has it: a line with nothing but a link to a launch file or a query becomes that file,
+    and a link to a notebook leads to its copy.
     """
 
     def shown(link: re.Match[str]) -> str:

@@ -18,9 +18,9 @@ FOLDERS = ("pipelines", "cluster", "analysis")
 #: Modules whose `__init__` lists public names; all other public names stand in docs/api.md.
 _LISTING = ("headscan.plans", "headscan.texts")
 
-#: Files that go beyond the public interface. The two of analysis/ show parts of the library; `paper_run.py` prints where
-#: a model runs; `plans.py` measures many plans in one process; `sixteen_heads.py` and `smollm2_page.py` read stored
-#: effects and verdicts in more detail than `open_store` gives; the demo model is a part of the package.
+#: Files that go beyond the public interface. The two of analysis/ show parts of the library; `paper_run.py` prints
+#: where a model runs; `plans.py` measures many plans in one process; `sixteen_heads.py` and `smollm2_page.py` read
+#: stored effects and verdicts in more detail than `open_store` gives; the demo model is a part of the package.
 BEYOND = {
     "analysis/one_scanned_row.py",
     "analysis/one_verdict.py",
