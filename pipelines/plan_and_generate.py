@@ -41,7 +41,7 @@ ids = torch.tensor([tokenizer(inspect.getsource(json)[:1200])["input_ids"]])
 plan = headscan.load_plan(folder / "head_plan.json")
 for name, cache in (("full cache", None), ("plan", headscan.PlanCache(plan, lm.model.config))):
     with torch.no_grad():
-        written = lm.model.generate(
+        written = lm.model.generate(  # type: ignore[operator]  # transformers mixes it in without a type
             ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=24, do_sample=False
         )
     print(f"--- {name}\n{tokenizer.decode(written[0, ids.shape[1] :])}")

@@ -43,5 +43,7 @@ tokenizer = before.require_tokenizer()
 ids = torch.tensor([tokenizer("def area(width, height):\n    return")["input_ids"]])
 for name, each in (("original", before.model), ("smaller", model)):
     with torch.no_grad():
-        written = each.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        written = each.generate(  # type: ignore[operator]  # transformers mixes it in without a type
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
+        )
     print(f"--- {name}\n{tokenizer.decode(written[0])}")
