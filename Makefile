@@ -96,7 +96,7 @@ lint: $(VENV)/.ready
 
 types: $(VENV)/.ready
 	$(BIN)/mypy
-	MYPYPATH=. $(BIN)/mypy --explicit-package-bases --follow-imports=silent reproduce
+	MYPYPATH=. $(BIN)/mypy --explicit-package-bases --follow-imports=silent pipelines analysis
 
 clean:
 	rm -rf $(VENV) $(ENGINES) headscan-demo build site *.egg-info .pytest_cache .mypy_cache .ruff_cache

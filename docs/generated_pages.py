@@ -1,4 +1,5 @@
-"""What is generated from the declarations: the catalogue, the table of statistics, and the schema of the store.
+"""What is generated from the declarations: the catalogue, the table of statistics, and the schema of the store. The
+site also shows files of other folders to which pages link.
 
 The catalogue is a file, because other pages link to it and are read on GitHub, too: ``make schema`` writes it, and the
 table of statistics into the page on measuring. The schema is made when the site is built.
@@ -6,6 +7,7 @@ table of statistics into the page on measuring. The schema is made when the site
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
@@ -17,7 +19,8 @@ from headscan.store.store import Store
 from headscan.store.tables import TABLES
 from headscan.store.views import ALL_RUNS, VIEW_COMMENTS, VIEWS
 
-CATALOGUE, MEASURING = (Path(__file__).parent / name for name in ("catalogue.md", "measuring.md"))
+DOCS = Path(__file__).parent
+CATALOGUE, MEASURING = DOCS / "catalogue.md", DOCS / "measuring.md"
 #: Lines around the table of statistics.
 _BEGIN, _END = "<!-- statistics: `make schema` writes this table -->\n", "<!-- end of statistics -->\n"
 
@@ -27,7 +30,27 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     files.append(File.generated(config, "schema.md", content=schema_page()))
+    for path in DOCS.parent.glob("analysis/*.ipynb"):
+        files.append(File.generated(config, f"notebooks/{path.name}", abs_src_path=str(path)))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Replace links that lead out of the site; mkdocs calls this hook."""
+    return site_page(page.file.src_uri, markdown)
+
+
+def site_page(name: str, text: str) -> str:
+    """Return a page as the site has it: a line with nothing but a link to a launch file or a query becomes that file,
+    and a link to a notebook leads to its copy.
+    """
+
+    def shown(link: re.Match[str]) -> str:
+        path = (DOCS / name).parent / link[1]
+        return f'```{path.suffix[1:]} title="{path.name}"\n{path.read_text(encoding="utf-8")}```'
+
+    text = re.sub(r"^\[[^\]]+\]\(((?:\.\./)+(?:analysis|cluster)/[^)]+)\)$", shown, text, flags=re.MULTILINE)
+    return re.sub(r"\]\(((?:\.\./)*)\.\./analysis/(\w+\.ipynb)\)", r"](\1notebooks/\2)", text)
 
 
 def catalogue_page() -> str:

@@ -167,10 +167,12 @@ def test_the_verbs_without_json_are_named() -> None:
     assert sorted(re.findall(r"`([a-z]+)`", verbs)) == sorted(without)
 
 
+#: What the folders that users run and edit hold.
+TOP_READMES = tuple(f"{folder}/README.md" for folder in ("pipelines", "cluster", "analysis"))
 #: Pages with commands. Words in capitals, and `$NAMES`, stand for what a reader has.
 WITH_COMMANDS = {
     "README.md": README,
-    **{name: (ROOT / name).read_text(encoding="utf-8") for name in ("CONTRIBUTING.md", "reproduce/README.md")},
+    **{name: (ROOT / name).read_text(encoding="utf-8") for name in ("CONTRIBUTING.md", *TOP_READMES)},
     **PAGES,
 }
 _FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)

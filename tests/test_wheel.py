@@ -16,6 +16,8 @@ import pytest
 
 from tests.sources import ROOT
 
+#: Folders of what users run and edit.
+_TOP = ("pipelines", "cluster", "analysis")
 _SOURCES = ("headscan", "pyproject.toml", "README.md", "LICENSE")
 
 
@@ -81,7 +83,7 @@ def test_a_type_checker_outside_of_the_checkout_finds_the_types(tmp_path: Path) 
 @pytest.mark.slow
 def test_the_sdist_holds_what_a_wheel_needs(site: Path, tmp_path: Path) -> None:
     source = site.parent / "source"
-    for name in ("MANIFEST.in", "CHANGELOG.md", "CITATION.cff", "SECURITY.md", "docs", "examples"):
+    for name in ("MANIFEST.in", "CHANGELOG.md", "CITATION.cff", "SECURITY.md", "docs", *_TOP):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
     build = "import sys, setuptools.build_meta as build; build.build_sdist(sys.argv[1])"
@@ -89,12 +91,14 @@ def test_the_sdist_holds_what_a_wheel_needs(site: Path, tmp_path: Path) -> None:
     (packed,) = tmp_path.glob("*.tar.gz")
     shutil.unpack_archive(packed, tmp_path, filter="data")
     (unpacked,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    assert {"docs", "examples", "CITATION.cff", "SECURITY.md"} <= {path.name for path in unpacked.iterdir()}
+    assert {"docs", *_TOP, "CITATION.cff", "SECURITY.md"} <= {path.name for path in unpacked.iterdir()}
 
     def files(folder: Path) -> set[str]:
         return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
     assert files(site / "headscan") <= files(unpacked / "headscan")
+    for folder in _TOP:
+        assert {name for name in files(ROOT / folder) if "__pycache__" not in name} == files(unpacked / folder)
 
 
 class Environment(NamedTuple):

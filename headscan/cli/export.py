@@ -31,7 +31,7 @@ class Export(StoreVerb):
         headscan export duoattention --plan head_plan.json --out pattern/
         headscan export parquet --store s.duckdb --out tables/
 
-    `headscan plan --method imported` reads tables of layers x KV heads back; examples/read_with_kvpress.py reads that
+    `headscan plan --method imported` reads tables of layers x KV heads back; pipelines/read_with_kvpress.py reads that
     of duoattention with kvpress.
     """
 

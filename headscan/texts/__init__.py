@@ -24,6 +24,8 @@ from headscan.settings.corpus_settings import CorpusError as CorpusError
 from headscan.settings.corpus_settings import CorpusSpec as CorpusSpec
 from headscan.settings.corpus_settings import TokenConfig as TokenConfig
 from headscan.settings.corpus_settings import TokenMode as TokenMode
+from headscan.texts.continuation_task import make_questions as make_questions
+from headscan.texts.continuation_task import write_task as write_task
 from headscan.texts.corpus import BUILT_IN as BUILT_IN
 from headscan.texts.corpus import Corpus as Corpus
 from headscan.texts.corpus import check_corpus as check_corpus
@@ -35,3 +37,4 @@ from headscan.texts.sequences import Shard as Shard
 from headscan.texts.sequences import TokenSequence as TokenSequence
 from headscan.texts.sequences import sequences as sequences
 from headscan.texts.sequences import shards as shards
+from headscan.texts.stdlib_files import held_out_files as held_out_files

@@ -1,7 +1,7 @@
 """Modules of the standard library as texts for the demo model.
 
 The running interpreter's standard library is real text that every machine has. A fixed set of its modules is held out
-*by name*; the demo scans and evaluates only those. `reproduce/demo_model/training_files.py` lists the training data.
+*by name*; the demo scans and evaluates only those. `pipelines/demo_model/training_files.py` lists the training data.
 """
 
 from __future__ import annotations

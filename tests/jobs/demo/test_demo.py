@@ -16,7 +16,7 @@ from headscan.store.store import Store
 from headscan.texts import CorpusSpec, TokenConfig, open_corpus, sequences
 from headscan.texts.continuation_task import make_questions
 from headscan.texts.stdlib_files import HELD_OUT_MODULES, held_out_files, seen_modules, standard_library_files
-from reproduce.demo_model.training_files import training_files
+from pipelines.demo_model.training_files import training_files
 
 
 @pytest.fixture(scope="module")

@@ -105,7 +105,7 @@ def test_a_curve_that_is_raised_lets_no_fewer_heads_go(sql: duckdb.DuckDBPyConne
         assert areas[1] == pytest.approx(areas[0] + 0.5)
 
 
-#: The scores of ``reproduce/inactive_heads.py`` as the published accuracies of arXiv 2504.03889 name them.
+#: The scores of ``pipelines/inactive_heads.py`` as the published accuracies of arXiv 2504.03889 name them.
 PUBLISHED_NAMES = {
     "output_norm_ln": "HONOR",
     "last_output_norm_ln": "HeadOutputMagnitudeNormalizedLastToken",
@@ -126,7 +126,7 @@ PUBLISHED_NAMES = {
 
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="the published accuracies are not part of the project")
 def test_published_shares_are_reproduced(sql: duckdb.DuckDBPyConnection, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "reproduce")
+    monkeypatch.syspath_prepend(ROOT / "pipelines")
     paper = importlib.import_module("inactive_heads")
     curves: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     baselines = {}

@@ -1,0 +1,63 @@
+"""An ablation of your own, evaluated next to random controls on the demo model.
+
+python pipelines/own_ablation.py [folder]
+
+In each layer it ablates the head that writes least on the current input.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import headscan
+from headscan import jobs  # before torch, whose threads then wait asleep
+from headscan.texts import held_out_files, write_task
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LeastOfEachLayer(headscan.ScoredAblation):
+    """Ablates, in each layer, the head with the smallest score for the input."""
+
+    score: str = "output_norm"
+
+    @property
+    def label(self) -> str:
+        return f"least {self.score} of each layer"  # also the name of the arm below
+
+    @property
+    def scored_by(self) -> tuple[str, headscan.MassWidths]:
+        return self.score, headscan.MassWidths()
+
+    def heads_at(self, site: headscan.AttentionSite, scores_BH: Tensor | None) -> Tensor:
+        """Return which heads are ablated in this layer, bool (B, H), by their scores (B, H)."""
+        assert scores_BH is not None
+        return scores_BH == scores_BH.amin(1, keepdim=True)
+
+
+# 1. Directly on a model.
+lm = headscan.load("demo", device="cpu", dtype="float32")
+ids = lm.require_tokenizer()("def area(radius):\n", return_tensors="pt").input_ids
+with headscan.intervene(lm, LeastOfEachLayer()) as record:
+    lm.model(ids)
+print(
+    f"{record.ablated_share:.1%} of the heads ablated: one of {lm.grid.shape[1]} in each of {lm.grid.shape[0]} layers"
+)
+
+# 2. As an arm of an evaluation, with 3 random rules of its size (19 can show that a choice is better than chance).
+# Replicas, shared prefixes and resuming are those of every arm. The name of an arm identifies it in the store, so
+# parameters of the ablation belong in it.
+folder = Path(sys.argv[1] if len(sys.argv) > 1 else "own-ablation")
+folder.mkdir(parents=True, exist_ok=True)
+task = write_task(folder / "task", held_out_files(), 30, name="which_passage")
+ablation = LeastOfEachLayer()
+share = 1 / lm.grid.shape[1]
+arm = jobs.Arm(ablation.label, jobs.ArmKind.RULE, ablation, ablation.score, share, selection="least of each layer")
+config = jobs.EvaluateConfig(jobs.ModelSpec("demo"), jobs.TaskConfig(("which_passage",), str(task)), recall=None)
+arms = [arm, *jobs.random_controls(lm.grid, [arm], 3)]
+print(jobs.evaluate(config, folder / "heads.duckdb", arms))
