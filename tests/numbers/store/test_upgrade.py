@@ -18,13 +18,14 @@ import headscan.store.connection
 from headscan.cli.main import main
 from headscan.errors import StoreChangedError, StoreError, StoreVersionError
 from headscan.store.connection import connected, migrate
-from headscan.store.records import ArmRecord, RunRecord
+from headscan.store.records import RunRecord
 from headscan.store.store import Store
 from headscan.store.tables import RENAMED, SCHEMA_VERSION, TABLES
 from headscan.store.views import VIEWS
 from headscan.verdicts.verdict_rows import read_verdict_rows, record_verdicts
 from tests.numbers.conftest import HEADS, LAYERS, Scan, answer_table, scan_record
 from tests.sources import ROOT
+from tests.stores import begin_arm
 
 DATA = ROOT / "tests/numbers/data"
 
@@ -305,8 +306,9 @@ def test_recall_verdicts_by_questions_are_computed_again(tmp_path: Path) -> None
     with store.one_transaction():
         run_id = store.begin_run(RunRecord("evaluate", "e", "tiny", 2, 3)).run_id
         for name in ("baseline", "mask"):
-            arm = store.begin_arm(ArmRecord(run_id, name, name))  # type: ignore[arg-type]
-            store.finish_arm(arm.arm_id, answer_table(np.array(["needle@512"] * 100), np.arange(100) < 39))
+            store.finish_arm(
+                begin_arm(store, run_id, name, name), answer_table(np.array(["needle@512"] * 100), np.arange(100) < 39)
+            )
         store.finish_run(run_id)
     record_verdicts(store, run_id)
     assert not any(row["informative"] for row in read_verdict_rows(store, run_id).stored if row["task"] == "needle")
