@@ -44,13 +44,9 @@ def finished_arms(store: Store, run_id: str) -> FinishedArms:
         [run_id],
     ).to_pylist()
     arms = [
-        ArmRecord(
-            **{name: row[name] for name in names}
-            | {"kind": ArmKind(row["kind"])}
-            | {"config": json.loads(row["config"])}
-        )
+        ArmRecord(**{**row, "kind": ArmKind(row["kind"]), "config": json.loads(row["config"])})
         for row in rows
-        if row["status"] == "finished"
+        if row.pop("status") == "finished"
     ]
     baselines = [arm for arm in arms if arm.kind is ArmKind.BASELINE]
     if len(baselines) != 1:
