@@ -13,6 +13,7 @@ import torch
 
 import headscan
 from headscan.jobs import ArmKind, ArmVerdict
+from headscan.store.records import ArmRecord
 from headscan.texts import held_out_files, make_questions
 from headscan.verdicts.paired import QuestionClusters, paired_difference
 
@@ -67,12 +68,13 @@ with (
 ):
     ablated = right_answers()
 
-# 4. The verdict: a paired difference with its interval, and the rule of `decision` in headscan/verdicts/decision.py.
+# 4. The verdict: a paired difference with its interval, and the rule of `decision` in headscan/verdicts/arm_verdict.py.
 # Questions of one module are correlated, so whole modules are drawn for the interval.
 clusters = QuestionClusters(len(questions), clusters=np.array([question["module"] for question in questions]))
 paired = paired_difference(whole, ablated, clusters)
 share = float(np.mean(shares))
-verdict = ArmVerdict(name="rule by output_norm_ln", kind=ArmKind.RULE, ablated_share=share, accuracy=paired)
+arm = ArmRecord(name="rule by output_norm_ln", kind=ArmKind.RULE, ablated_share=share)
+verdict = ArmVerdict(arm=arm, accuracy=paired)
 print(f"{paired.questions} questions of {paired.texts} modules: the rule ablates {share:.1%} of the heads")
 print(f"{paired.baseline:.1f} % right with all heads, {paired.arm:.1f} % with the rule")
 print(f"difference {paired.interval.words(unit=' points')}; {paired.gained} gained, {paired.lost} lost")

@@ -50,8 +50,8 @@ print(
 )
 
 # 2. As an arm of an evaluation, with 3 random rules of its size (19 can show that a choice is better than chance).
-# Replicas, shared prefixes and resuming are those of every arm. The name of an arm identifies it in the store, so
-# parameters of the ablation belong in it.
+# Replicas, shared prefixes and resuming are those of every arm. The fields of the ablation identify the arm in the
+# store.
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "own-ablation")
 folder.mkdir(parents=True, exist_ok=True)
 task = write_task(folder / "task", held_out_files(), 30, name="which_passage")

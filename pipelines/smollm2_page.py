@@ -20,13 +20,13 @@ from headscan.steps.referee.referee_table import CriterionLoss, criterion_losses
 from headscan.store.store import Store
 from headscan.store.tables import ACCURACY, LOSS
 from headscan.store.verdict_limits import MARGIN
+from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.criterion_points import agreements, criterion_points
 from headscan.verdicts.judge import judge
 from headscan.verdicts.metrics import RATES, Increase, rate_increase
 from headscan.verdicts.ordered_shares import read_losses
 from headscan.verdicts.paired import Interval
 from headscan.verdicts.scope_verdicts import RecallVerdict
-from headscan.verdicts.verdict_words import ArmVerdict
 
 #: Options of the comparison: one half of the texts measures the criteria, the other one judges.
 COMPARED = tuple("--shares 0.05,0.1,0.2,0.3,0.4 --controls 3 --max-tokens 256 --sequences 48 --no-recall".split())
@@ -171,7 +171,7 @@ def _referee(store: Store, heads: Sequence[tuple[int, int]]) -> tuple[list[Crite
     ).to_pylist()
     verdict = judge(store, rows[0]["run_id"])
     points = criterion_points(store, verdict)
-    controls = [arm for arm in verdict.by_name.values() if arm.is_random]
+    controls = [arm for arm in verdict.by_name.values() if arm.kind.is_random]
     tau = {
         other: found.tau
         for found in agreements(points, heads)

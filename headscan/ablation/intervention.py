@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, fields, is_dataclass
+from numbers import Integral, Real
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -243,6 +244,16 @@ class Intervention(ABC):
     def label(self) -> str:
         """Short name for messages."""
 
+    @property
+    def id(self) -> dict[str, object]:
+        """Plain data, as in JSON, that identifies the change in a store. By default it has the class and the compared
+        fields of a dataclass, but no replacement, which an arm describes by the texts behind it.
+
+        Raises:
+            InterventionError: The class is no dataclass, or a field holds no plain data. Such a class defines `id`.
+        """
+        return {"class": type(self).__name__, **_plain_fields(self)}
+
     @abstractmethod
     def hooks(self, lm: LoadedModel, record: InterventionRecord) -> AbstractContextManager[object]:
         """Return a context in which the model runs with this change; its passes read and update the record."""
@@ -281,6 +292,28 @@ class Intervention(ABC):
     def within(self, first: int, last: int) -> Intervention:
         """Return the part that concerns the layers ``first`` to ``last - 1``."""
         return self
+
+
+def _plain_fields(value: Any) -> dict[str, object]:
+    if not is_dataclass(value):
+        raise InterventionError(f"{type(value).__name__} is no dataclass, so nothing identifies it. Define its `id`")
+    named = {each.name: getattr(value, each.name) for each in fields(value) if each.compare}
+    return {name: _plain(part) for name, part in named.items() if not isinstance(part, Replacement)}
+
+
+def _plain(value: object) -> object:
+    """Return numbers, texts, lists and dicts that JSON can hold."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, Real):
+        return int(value) if isinstance(value, Integral) else float(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, Sequence):
+        return [_plain(part) for part in value]
+    if isinstance(value, Set):
+        return sorted((_plain(part) for part in value), key=str)
+    return _plain_fields(value)
 
 
 class Ablation(Intervention):

@@ -13,41 +13,12 @@ from headscan.cli.task_options import DemoSize, TaskVerb, evaluation_of, replace
 from headscan.cli.verb_base import CORPORA, quiet_libraries
 from headscan.options import Group, Needs, Option
 from headscan.settings.corpus_settings import CorpusSpec
-from headscan.settings.evaluation_settings import (
-    COMMON_SCORE,
-    LOSS_LIMITS,
-    ChosenArms,
-    EvaluateConfig,
-    LossTexts,
-    ReplacementOption,
-)
+from headscan.settings.evaluation_settings import COMMON_SCORE, LOSS_LIMITS, ChosenArms, EvaluateConfig, LossTexts
 
 if TYPE_CHECKING:
     from headscan.runs.model_identity import ModelIdentity
 
 _DEMO = DemoSize(questions=400, recall=200, sequences=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ArmOptions:
-    settings: Annotated[Given[ChosenArms], Group()]
-    plans: Annotated[
-        tuple[str, ...],
-        Option(
-            "comma-separated files of KV-cache plans, from `headscan plan` (default: none)",
-            flag="--plan",
-            metavar="FILE",
-            spaces=True,
-        ),
-    ] = ()
-    kind: ReplacementOption = "zero"
-
-    def chosen(self, **others: Any) -> ChosenArms:
-        """Return the arms; ``others`` are settings without an option."""
-        given = self.settings.values
-        if "share" in given or given.get("rule") or given.get("run_id"):
-            others = {"criterion": COMMON_SCORE} | given | others
-        return self.settings.build(**others)
 
 
 _READ = (Needs(key="name"),)
@@ -108,21 +79,24 @@ class Evaluate(TaskVerb):
 
     common: ClassVar = "MODEL --tasks --limit --heads --score --share --rule --plan --models --held-out --store --json"
 
-    arms: Annotated[_ArmOptions, Group("arms")]
+    arms: Annotated[Given[ChosenArms], Group("arms")]
     held_out: Annotated[_HeldOut, Group("held-out text")]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.arms.plans:
+        if "plans" not in self.arms.values:
             # With plans, the options are checked when their files are read.
-            self.arms.chosen()
+            self.chosen()
+
+    def chosen(self, **others: Any) -> ChosenArms:
+        """Return the arms; ``others`` are settings without an option."""
+        given = self.arms.values
+        if "share" in given or given.get("rule") or given.get("run_id"):
+            others = {"criterion": COMMON_SCORE} | given | others
+        return self.arms.build(**others)
 
     def run(self) -> Result:
-        from headscan.plans import load_plan
-
-        plans = tuple(load_plan(path) for path in self.arms.plans)
-        replacement = replacement_of(self.arms.kind, self.texts, self)
-        chosen = self.arms.chosen(plans=plans, replacement=replacement)
+        chosen = self.chosen(replacement=replacement_of(self.texts.kind, self.texts, self))
         if chosen.mask or chosen.criterion:
             self.store.check_exists()
         # The imports below load torch, which takes seconds.

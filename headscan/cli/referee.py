@@ -129,7 +129,7 @@ def referee_result(store: Store, verdict: Verdict) -> Result:
 
     run_id = verdict.run_id
     points = criterion_points(store, verdict)
-    losses = criterion_losses(points, [arm for arm in verdict.by_name.values() if arm.is_random])
+    losses = criterion_losses(points, [arm for arm in verdict.by_name.values() if arm.kind.is_random])
     heads = [(layer, head) for site, layer, head in _heads(store, run_id) if site == "self"]
     agreed = agreements(points, heads)
     return Result(

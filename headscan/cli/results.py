@@ -12,8 +12,8 @@ from headscan.options import Option
 from headscan.text_tables import plain, printable, say, show
 
 if TYPE_CHECKING:
+    from headscan.verdicts.arm_verdict import ArmVerdict
     from headscan.verdicts.curves import Curve
-    from headscan.verdicts.verdict_words import ArmVerdict
 
 #: Option of every verb that prints rows.
 Json = Annotated[
@@ -47,36 +47,36 @@ class Result:
             say(line)
 
 
-def arm_row(arm: ArmVerdict) -> dict[str, Any]:
+def arm_row(verdict: ArmVerdict) -> dict[str, Any]:
     """Return the settings, the numbers and the verdict in words of an arm. Without tasks that have right answers,
     accuracy, `safe`, `outcome`, `label` and `why` are None.
     """
-    accuracy = arm.accuracy
+    accuracy = verdict.accuracy
     is_judged = accuracy is not None
     return {
-        "arm": arm.name,
-        "kind": arm.kind,
-        "control": arm.is_control,
-        "share": arm.share,
-        "ablated_share": arm.ablated_share,
-        "selection": arm.selection,
-        "replacement": arm.replacement,
-        "safe": arm.is_safe if is_judged else None,
-        "outcome": arm.outcome if is_judged else None,
-        "label": arm.label if is_judged else None,
-        "why": arm.why if is_judged else None,
+        "arm": verdict.name,
+        "kind": verdict.kind,
+        "control": verdict.kind.is_control,
+        "share": verdict.arm.share,
+        "ablated_share": verdict.arm.ablated_share,
+        "selection": verdict.arm.selection,
+        "replacement": verdict.arm.replacement,
+        "safe": verdict.is_safe if is_judged else None,
+        "outcome": verdict.outcome if is_judged else None,
+        "label": verdict.label if is_judged else None,
+        "why": verdict.why if is_judged else None,
         "accuracy": None
         if accuracy is None
         else {name: value for name, value in asdict(accuracy).items() if name != "retained"},
         "recall": [
             {**asdict(family), "failed": family.failed, "kept": family.kept, "informative": family.informative}
-            for family in arm.recall
+            for family in verdict.recall
         ],
-        "recall_unknown": arm.recall_unknown or None,
-        "measures": [asdict(measure) for measure in arm.metrics],
-        "weights_left": arm.weights_left,
-        "cache_left": arm.cache_left,
-        "verdict": arm.sentence(),
+        "recall_unknown": verdict.recall_unknown or None,
+        "measures": [asdict(measure) for measure in verdict.metrics],
+        "weights_left": verdict.arm.weights_left,
+        "cache_left": verdict.arm.cache_left,
+        "verdict": verdict.sentence(),
     }
 
 

@@ -13,18 +13,12 @@ from headscan.cli.results import Result, arm_row, curve_row
 from headscan.cli.task_options import DemoSize, TaskVerb, evaluation_of, replacement_of
 from headscan.cli.verb_base import quiet_libraries
 from headscan.options import Group
-from headscan.settings.evaluation_settings import ReplacementOption, SweepConfig
+from headscan.settings.evaluation_settings import SweepConfig
 
 if TYPE_CHECKING:
     from headscan.verdicts.curves import Curve
 
 _DEMO = DemoSize(questions=80, recall=40, sequences=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _SweepOptions:
-    sweep: Annotated[Given[SweepConfig], Group()]
-    kind: ReplacementOption = "zero"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +36,7 @@ class Sweep(TaskVerb):
 
     common: ClassVar = "MODEL --tasks --limit --scores --shares --masks --confirm --recall --store --json"
 
-    arms: Annotated[_SweepOptions, Group("arms")]
+    arms: Annotated[Given[SweepConfig], Group("arms")]
 
     def run(self) -> Result:
         from headscan.jobs import job_functions
@@ -50,10 +44,10 @@ class Sweep(TaskVerb):
 
         quiet_libraries()
         spec = self.spec()
-        replacement = replacement_of(self.arms.kind, self.texts, self)
+        replacement = replacement_of(self.texts.kind, self.texts, self)
         with tempfile.TemporaryDirectory() as scratch:
             evaluation = evaluation_of(self, spec, Path(scratch), _DEMO)
-            config = self.arms.sweep.build(evaluation=evaluation, replacement=replacement)
+            config = self.arms.build(evaluation=evaluation, replacement=replacement)
             result = job_functions.sweep(config, self.store.path, **self.job_options())
         verdict, choices = result.verdict, result.choices
         curves = read_curves(self.store.open(), verdict.run_id)

@@ -14,7 +14,13 @@ from headscan.cli.verb_base import CORPORA, CorpusOptions, ModelVerb, RunVerb, q
 from headscan.model_spec import ModelSpec
 from headscan.options import Group, Needs, Option
 from headscan.settings.corpus_settings import CorpusSpec, ExamplesSpec, LabelledMetric
-from headscan.settings.evaluation_settings import EvaluateConfig, RecallQuestions, ReplacementConfig, TaskConfig
+from headscan.settings.evaluation_settings import (
+    EvaluateConfig,
+    RecallQuestions,
+    ReplacementConfig,
+    ReplacementOption,
+    TaskConfig,
+)
 from headscan.settings.saving_settings import PruneTexts
 
 if TYPE_CHECKING:
@@ -30,6 +36,8 @@ _ASKED = Needs(
 )
 #: Condition of options of tasks and texts, which labelled examples replace.
 NO_DATA = Needs(key="data.path", absent=True)
+#: Condition of options of texts whose outputs replace those of ablated heads.
+_REPLACED = Needs(key="texts.kind", values=("mean", "resample"), of=("name", "data_set"))
 #: Length of the demo's recall questions.
 _DEMO_RECALL = 256
 
@@ -135,14 +143,25 @@ def evaluation_of(verb: WholeModelVerb | TaskVerb, spec: ModelSpec, scratch: Pat
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplaceTexts(CorpusOptions):
+    """Outputs that replace those of ablated heads, and the texts that they are collected on."""
+
+    kind: ReplacementOption = "zero"
+
+    name: Annotated[
+        str | None, Option(f"texts of --replace mean and resample: {CORPORA} (default: none)", flag="--corpus")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class TaskVerb(RunVerb):
-    """A verb that ablates heads while tasks run; its ``arms`` have a `ReplacementOption`."""
+    """A verb that ablates heads while tasks run."""
 
     json: Json = False
     tasks: Annotated[TaskOptions, Group("tasks")]
     recall: Annotated[RecallOptions, Group("tasks")]
     arms: Any
-    texts: Annotated[ReplaceTexts, Group("texts", needs=(Needs(key="arms.kind", values=("mean", "resample")),))]
+    texts: Annotated[ReplaceTexts, Group("texts", needs=(_REPLACED,))]
 
     def __post_init__(self) -> None:
         if not self.tasks.names and not self.is_demo:
@@ -155,15 +174,6 @@ def demo_task(scratch: Path, questions: int = 400) -> dict[str, Any]:
     from headscan.texts.stdlib_files import held_out_files
 
     return {"names": (DEMO_TASK,), "include_path": str(write_task(scratch / "task", held_out_files(), questions))}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplaceTexts(CorpusOptions):
-    """Texts whose outputs replace those of ablated heads."""
-
-    name: Annotated[
-        str | None, Option(f"texts of --replace mean and resample: {CORPORA} (default: none)", flag="--corpus")
-    ] = None
 
 
 def replacement_of(kind: ReplacementKind, texts: CorpusOptions, verb: ModelVerb) -> ReplacementConfig:

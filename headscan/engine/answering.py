@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 
@@ -21,7 +21,7 @@ from headscan.runs.progress import Progress
 from headscan.store.store import Store
 from headscan.store.tables import TABLES
 from headscan.texts.prefix_tree import common_tokens
-from headscan.texts.token_requests import GenerationRequest, LogLikelihood, Request, Responses, ScoringItem, answer_item
+from headscan.texts.token_requests import GenerationRequest, LogLikelihood, Request, ScoringItem, answer_item
 
 #: Approximate number of chunks per arm; fewer if chunks would be smaller than a batch.
 _CHUNKS_PER_ARM = 64
@@ -102,75 +102,51 @@ class AnsweringSettings:
     bundle_size: int = BUNDLE_SIZE
 
 
-class BegunArm(NamedTuple):
-    """An arm with its id in the store."""
-
-    arm: Arm
-    arm_id: str
-
-
-@dataclass
-class ArmResponses:
-    """Responses and ablated shares (0 to 1) of an arm by the request's hash, and the indices of unanswered chunks."""
-
-    arm: Arm
-    arm_id: str
-    responses: dict[str, LogLikelihood | str] = field(default_factory=dict)
-    ablated_shares: dict[str, float] = field(default_factory=dict)
-    unanswered_chunks: set[int] = field(default_factory=set)
-
-    def take(self, chunk: RequestChunk, chunk_responses: Responses[LogLikelihood | str]) -> None:
-        """Add the responses to all requests of a chunk."""
-        self.responses.update(zip(chunk.hashes, chunk_responses.values, strict=True))
-        self.ablated_shares.update(zip(chunk.hashes, chunk_responses.ablated_shares, strict=True))
-        self.unanswered_chunks.discard(chunk.index)
-
-    def forget(self) -> None:
-        """Free the responses: a sweep has hundreds of arms."""
-        self.responses, self.ablated_shares = {}, {}
+#: Responses of an arm by the hash of the request, each with the share of heads that it ablated, 0 to 1.
+ArmResponses = dict[str, tuple[LogLikelihood | str, float]]
 
 
 def answer_arms(
     store: Store,
     pool: Pool,
-    arms: Sequence[BegunArm],
+    arms: Mapping[str, Arm],
     chunks: Sequence[RequestChunk],
     settings: AnsweringSettings,
     *,
     title: str,
-) -> Iterator[ArmResponses]:
-    """Answer all chunks with all arms; yield each finished arm.
+) -> Iterator[tuple[str, ArmResponses]]:
+    """Answer all chunks with all arms, which are given by their ids in the store; yield the id and the responses of
+    each finished arm.
 
     Stored answers are not computed again. A chunk is answered completely or not at all, so that a resumed run has the
     same batches, and the same digits, as an undisturbed one.
     """
-    responses_of_arms = _stored_responses(store, arms, chunks)
-    total = len(arms) * sum(len(chunk.hashes) for chunk in chunks)
-    unanswered = sum(
-        len(chunks[index].hashes) for arm_responses in responses_of_arms for index in arm_responses.unanswered_chunks
-    )
-    writer = _ResponseWriter(store)
-    with Progress(title, total, "requests") as progress:
-        progress.skip(total - unanswered)
-        for arm_responses in responses_of_arms:
-            if not arm_responses.unanswered_chunks:
-                yield arm_responses
-                arm_responses.forget()
+    responses = _stored_responses(store, arms)
+    requests_of_arm = sum(len(chunk.hashes) for chunk in chunks)
+    writer = _ResponseWriter(store, responses)
+    with Progress(title, len(arms) * requests_of_arm, "requests") as progress:
+        progress.skip(sum(map(len, responses.values())))
+        unanswered = {arm_id: arm for arm_id, arm in arms.items() if len(responses[arm_id]) < requests_of_arm}
+        for arm_id in arms:
+            if arm_id not in unanswered:
+                yield arm_id, responses[arm_id]
+                responses[arm_id].clear()  # a sweep has hundreds of arms
         try:
-            schedule = _Schedule(responses_of_arms, chunks, settings)
+            schedule = _Schedule(unanswered, responses, chunks, settings)
             task: Task[Any, Any] = answer_in_ranges if pool.staged else answer_item
             for finished in pool.map(task, schedule.pool_items()):
-                item_arms, chunk = schedule.take_finished(finished)
+                arm_ids, chunk = schedule.take_finished(finished)
                 # At once for all arms, or the rate would be that of one arm.
-                progress.update(len(chunk.hashes) * len(item_arms))
-                for arm_responses, chunk_responses in zip(item_arms, finished.value, strict=True):
-                    arm_responses.take(chunk, chunk_responses)
-                    if arm_responses.unanswered_chunks:
-                        writer.add(arm_responses, chunk)
+                progress.update(len(chunk.hashes) * len(arm_ids))
+                for arm_id, answers in zip(arm_ids, finished.value, strict=True):
+                    given = zip(answers.values, answers.ablated_shares, strict=True)
+                    responses[arm_id].update(zip(chunk.hashes, given, strict=True))
+                    if len(responses[arm_id]) < requests_of_arm:
+                        writer.add(arm_id, chunk)
                     else:
-                        writer.drop(arm_responses)  # a finished arm is stored as a whole
-                        yield arm_responses
-                        arm_responses.forget()
+                        writer.drop(arm_id)  # a finished arm is stored as a whole
+                        yield arm_id, responses[arm_id]
+                        responses[arm_id].clear()
                 writer.write(at_least_after=_SECONDS_BETWEEN_WRITES)
         except BaseException:
             with suppress(StoreError):  # the first error is the one to report
@@ -187,41 +163,46 @@ class _Schedule:
     """
 
     def __init__(
-        self, responses_of_arms: Sequence[ArmResponses], chunks: Sequence[RequestChunk], settings: AnsweringSettings
+        self,
+        arms: Mapping[str, Arm],
+        responses: Mapping[str, ArmResponses],
+        chunks: Sequence[RequestChunk],
+        settings: AnsweringSettings,
     ) -> None:
-        self._responses_of_arms, self._chunks, self._settings = responses_of_arms, chunks, settings
-        self._in_flight: dict[str, tuple[list[ArmResponses], RequestChunk]] = {}
+        self._arms, self._responses, self._chunks, self._settings = arms, responses, chunks, settings
+        self._in_flight: dict[str, tuple[list[str], RequestChunk]] = {}
         self._bundle_seconds = self._bundle_tokens = 0.0
 
     def pool_items(self) -> Iterator[ScoringItem[Any]]:
         """Yield the items: each chunk for each bundle of arms, or for a part of it, that lacks its answers."""
         reading = self._settings.reading
-        interventions = [arm_responses.arm.intervention for arm_responses in self._responses_of_arms]
-        for arm_indices in bundle_arms(interventions, reading.starts, self._settings.bundle_size):
-            bundled = [self._responses_of_arms[index] for index in arm_indices]
+        arm_ids, interventions = list(self._arms), [arm.intervention for arm in self._arms.values()]
+        for bundle in bundle_arms(interventions, reading.starts, self._settings.bundle_size):
             for chunk in self._chunks:
-                unanswered = [
-                    arm_responses for arm_responses in bundled if chunk.index in arm_responses.unanswered_chunks
-                ]
+                unanswered = [arm_ids[index] for index in bundle if not self._has_answered(arm_ids[index], chunk)]
                 while unanswered:
                     most_arms = self._most_arms(chunk)
-                    item_arms, unanswered = unanswered[:most_arms], unanswered[most_arms:]
+                    item_ids, unanswered = unanswered[:most_arms], unanswered[most_arms:]
+                    item_arms = [self._arms[arm_id] for arm_id in item_ids]
                     item = reading.item(
                         f"{_arm_names(item_arms)}, requests {chunk.index}",
                         chunk.requests,
-                        [arm_responses.arm.intervention for arm_responses in item_arms],
+                        [arm.intervention for arm in item_arms],
                         self._settings.batch_tokens,
                     )
-                    self._in_flight[item.name] = item_arms, chunk
+                    self._in_flight[item.name] = item_ids, chunk
                     yield item
 
-    def take_finished(self, finished: Finished[ScoringItem[Any], Any]) -> tuple[list[ArmResponses], RequestChunk]:
-        """Return the arms and the requests of a finished item, whose time counts for the next bundles."""
-        item_arms, chunk = self._in_flight.pop(finished.item.name)
-        if len(item_arms) > 1:
+    def _has_answered(self, arm_id: str, chunk: RequestChunk) -> bool:
+        return all(key in self._responses[arm_id] for key in chunk.hashes)
+
+    def take_finished(self, finished: Finished[ScoringItem[Any], Any]) -> tuple[list[str], RequestChunk]:
+        """Return the ids of the arms and the requests of a finished item, whose time counts for the next bundles."""
+        arm_ids, chunk = self._in_flight.pop(finished.item.name)
+        if len(arm_ids) > 1:
             self._bundle_seconds += finished.seconds
-            self._bundle_tokens += len(item_arms) * _tokens(chunk.requests)
-        return item_arms, chunk
+            self._bundle_tokens += len(arm_ids) * _tokens(chunk.requests)
+        return arm_ids, chunk
 
     def _most_arms(self, chunk: RequestChunk) -> int:
         """Return how many arms are answered in `_BUNDLE_SECONDS`, at least `BUNDLE_SIZE`, and exactly that before the
@@ -233,8 +214,8 @@ class _Schedule:
         return max(BUNDLE_SIZE, int(_BUNDLE_SECONDS / seconds_of_arm)) if seconds_of_arm else BUNDLE_SIZE
 
 
-def _arm_names(item_arms: Sequence[ArmResponses]) -> str:
-    first, others = item_arms[0].arm.name, len(item_arms) - 1
+def _arm_names(arms: Sequence[Arm]) -> str:
+    first, others = arms[0].name, len(arms) - 1
     return f"{first} and {others} more" if others else first
 
 
@@ -245,48 +226,43 @@ def _tokens(requests: Sequence[Request]) -> int:
 class _ResponseWriter:
     """Stores the responses of unfinished arms, in one write for several chunks."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._waiting: dict[str, tuple[ArmResponses, list[str]]] = {}
+    def __init__(self, store: Store, responses: Mapping[str, ArmResponses]) -> None:
+        self._store, self._responses = store, responses
+        self._waiting: dict[str, list[str]] = {}
         self._written = time.monotonic()
 
-    def add(self, arm_responses: ArmResponses, chunk: RequestChunk) -> None:
-        self._waiting.setdefault(arm_responses.arm_id, (arm_responses, []))[1].extend(chunk.hashes)
+    def add(self, arm_id: str, chunk: RequestChunk) -> None:
+        self._waiting.setdefault(arm_id, []).extend(chunk.hashes)
 
-    def drop(self, arm_responses: ArmResponses) -> None:
-        self._waiting.pop(arm_responses.arm_id, None)
+    def drop(self, arm_id: str) -> None:
+        self._waiting.pop(arm_id, None)
 
     def write(self, *, at_least_after: float = 0.0) -> None:
         if time.monotonic() - self._written < at_least_after:
             return
-        for arm_responses, hashes in self._waiting.values():
+        for arm_id, hashes in self._waiting.items():
             # Another process may have finished the arm with the same answers.
             with suppress(FinishedArmError):
-                self._store.add_responses(arm_responses.arm_id, _response_table(arm_responses, hashes))
+                self._store.add_responses(arm_id, _response_table(self._responses[arm_id], hashes))
         self._waiting.clear()
         self._written = time.monotonic()
 
 
-def _response_table(arm_responses: ArmResponses, hashes: Sequence[str]) -> pa.Table:
+def _response_table(responses: ArmResponses, hashes: Sequence[str]) -> pa.Table:
     rows = []
     for key in hashes:
-        response = arm_responses.responses[key]
+        response, share = responses[key]
         columns = {"text": response} if isinstance(response, str) else response._asdict()
-        rows.append({"request": key, "ablated_share": arm_responses.ablated_shares[key], **columns})
+        rows.append({"request": key, "ablated_share": share, **columns})
     return pa.Table.from_pylist(rows, schema=_RESPONSES)
 
 
-def _stored_responses(store: Store, arms: Sequence[BegunArm], chunks: Sequence[RequestChunk]) -> list[ArmResponses]:
-    """Return the responses of each arm that the store has."""
-    by_arm_id = {arm_id: ArmResponses(arm, arm_id) for arm, arm_id in arms}
-    for row in store.responses(list(by_arm_id)).to_pylist():
-        arm_responses = by_arm_id[row["arm_id"]]
-        arm_responses.responses[row["request"]] = _response_of(row)
-        arm_responses.ablated_shares[row["request"]] = row["ablated_share"]
-    for arm_responses in by_arm_id.values():
-        answered = arm_responses.responses.keys()
-        arm_responses.unanswered_chunks = {chunk.index for chunk in chunks if not answered >= set(chunk.hashes)}
-    return list(by_arm_id.values())
+def _stored_responses(store: Store, arm_ids: Iterable[str]) -> dict[str, ArmResponses]:
+    """Return the responses of each arm that the store has, by the arm's id."""
+    responses: dict[str, ArmResponses] = {arm_id: {} for arm_id in arm_ids}
+    for row in store.responses(list(responses)).to_pylist():
+        responses[row["arm_id"]][row["request"]] = _response_of(row), row["ablated_share"]
+    return responses
 
 
 def _response_of(row: Mapping[str, object]) -> LogLikelihood | str:

@@ -21,7 +21,7 @@ from headscan.runs.head_orders import head_order, run_kind
 from headscan.runs.model_identity import ModelIdentity, fingerprint
 from headscan.settings.evaluation_settings import MaskOrder
 from headscan.store.records import ArmKind, ArmRecord
-from headscan.store.store import Store
+from headscan.store.store import Store, short_hash, to_json
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,13 @@ class Arm:
     """One way of running the model.
 
     Attributes:
-        name: Unique in an evaluation; arms of the same name are equal, apart from what was ``measured``.
+        name: Unique in an evaluation, for people; `id` identifies the arm.
         intervention: None for the baseline.
         share: Nominal share of heads, 0 to 1; a rule may ablate another share.
         selection: Further description of the selection; arms that differ in it are points of different curves.
         model: Model that answers and ablates nothing; None uses the baseline's.
         removed: Heads that this model lacks.
+        details: Further settings that identify the arm, as JSON data by name.
         measured: What differs between runs of one arm, for the store: measured sizes and times, ``swept`` in a sweep.
     """
 
@@ -57,6 +58,24 @@ class Arm:
                 f"{self.name} has a model of its own and ablates heads (limit one of them). Set `model` or"
                 " `intervention`"
             )
+        if isinstance(self.intervention, Ablation) and "replacement_texts" not in dict(self.details):
+            own = ArmReplacement.of(self.intervention.replacement).details
+            object.__setattr__(self, "details", (*self.details, *own))
+
+    @property
+    def id(self) -> dict[str, object]:
+        """Plain data that identifies the arm among those of a run: arms with equal ids are one arm, which resumes,
+        whatever its name is, and what was ``measured``.
+        """
+        return {
+            "kind": self.kind,
+            "criterion": self.criterion,
+            "share": self.share,
+            "selection": self.selection,
+            "seed": self.seed,
+            "change": None if self.intervention is None else self.intervention.id,
+            "settings": self.settings,
+        }
 
     @property
     def fixed_heads(self) -> tuple[Head, ...] | None:
@@ -70,12 +89,13 @@ class Arm:
 
     @property
     def settings(self) -> dict[str, object]:
-        """Settings that identify the arm in its run, as JSON data."""
+        """Settings that identify the arm, as JSON data; the store shows them."""
         return {"scan_run": self.ranking_run, **dict(self.details)}
 
     def record(self, run_id: str, mask_id: str | None) -> ArmRecord:
         """Return the arm's row in a run, with the mask of its heads."""
         return ArmRecord(
+            arm_id=short_hash(run_id, self.id),
             run_id=run_id,
             name=self.name,
             kind=self.kind,
@@ -86,8 +106,7 @@ class Arm:
             seed=self.seed,
             selection=self.selection,
             replacement=self.intervention.kind if isinstance(self.intervention, Ablation) else None,
-            config=self.settings,
-            measured=dict(self.measured),
+            config={**self.settings, **dict(self.measured)},
         )
 
 
@@ -281,13 +300,18 @@ def random_controls(
 
 
 def distinct_arms(arms: Sequence[Arm]) -> list[Arm]:
-    """Return arms without repetitions, such as the random controls of two plans; arms of one name must be equal."""
-    by_name: dict[str, Arm] = {}
+    """Return arms without repetitions, such as the random controls of two plans."""
+    by_id: dict[str, Arm] = {}
+    ids: dict[str, str] = {}
     for arm in arms:
-        first = by_name.setdefault(arm.name, arm)
-        if replace(arm, measured=first.measured) != first:
+        arm_id = to_json(arm.id)
+        if ids.setdefault(arm.name, arm_id) != arm_id:
             raise InterventionError(f"2 different arms are named {arm.name!r} (limit 1). Give each a name of its own")
-    return list(by_name.values())
+        if (first := by_id.setdefault(arm_id, arm)).name != arm.name:
+            raise InterventionError(
+                f"{first.name!r} and {arm.name!r} are one arm (limit 1 name). Leave one of them out"
+            )
+    return list(by_id.values())
 
 
 def check_arms(grid: HeadGrid, arms: Sequence[Arm]) -> list[str]:

@@ -4,8 +4,8 @@ Each function takes the settings of its verb, chooses a placement, opens the sto
 ``run_VERB(settings, run)``; the verb calls the function, too. Importance, ablation and referee have a second function
 for labelled examples, which calls ``run_labelled_VERB``. Verbs that read a store or a plan only have no function here.
 
-Every function raises ``headscan.HeadscanError``, or an error derived from it, if a setting, a file or the model does not
-fit. What was stored before stays, and the same call again resumes.
+Every function raises ``headscan.HeadscanError``, or an error derived from it, if a setting, a file or the model does
+not fit. What was stored before stays, and the same call again resumes.
 
 The import lets idle threads of torch sleep, if torch was not imported before (`headscan.cluster`).
 
@@ -102,11 +102,11 @@ from headscan.study.study_answer import Saving as Saving
 from headscan.study.study_answer import StudyAnswer as StudyAnswer
 from headscan.study.study_config import StudyConfig as StudyConfig
 from headscan.texts.held_out_text import HeldOutText as HeldOutText
+from headscan.verdicts.arm_verdict import ArmVerdict as ArmVerdict
+from headscan.verdicts.arm_verdict import Outcome as Outcome
 from headscan.verdicts.confirmation import SweepChoice as SweepChoice
 from headscan.verdicts.criterion_points import SitePoint as SitePoint
-from headscan.verdicts.decision import Outcome as Outcome
 from headscan.verdicts.head_effects import HeadEffect as HeadEffect
 from headscan.verdicts.judge import Verdict as Verdict
 from headscan.verdicts.ordered_shares import ShareVerdict as ShareVerdict
 from headscan.verdicts.paired import PairedDifference as PairedDifference
-from headscan.verdicts.verdict_words import ArmVerdict as ArmVerdict

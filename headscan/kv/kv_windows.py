@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -41,7 +41,7 @@ class KvWindows(Intervention):
     """
 
     kept: KeptKeys
-    name: str = "plan"
+    name: str = field(default="plan", compare=False)
     fixed = True
     uses_headscan_kernels = True
 
@@ -181,7 +181,7 @@ class KvEviction(Intervention):
     """
 
     plan: KvHeadPlan
-    name: str = "plan"
+    name: str = field(default="plan", compare=False)
     fixed = True
     # The cache calls the model's own kernel, for each group of heads; the kernels of rules would be no nearer.
     uses_headscan_kernels = False

@@ -24,6 +24,7 @@ from headscan.store.records import ArmKind
 from headscan.store.store import Store
 from headscan.store.tables import LOSS
 from headscan.store.verdict_limits import MARGIN, MIN_ABOVE_CHANCE, MIN_RETAINED, MIN_SAFE_TEXTS
+from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.confirmation import SweepChoice, judge_sweep
 from headscan.verdicts.criterion_points import (
     ALL_SITES,
@@ -36,7 +37,6 @@ from headscan.verdicts.criterion_points import (
 from headscan.verdicts.curves import Curve, is_sweep, read_curves
 from headscan.verdicts.judge import Verdict
 from headscan.verdicts.metrics import METRICS
-from headscan.verdicts.verdict_words import ArmVerdict
 
 _TITLES = {
     ArmKind.RULE: "Rules: heads chosen again for each input",
@@ -206,7 +206,8 @@ def _drawn(verdict: Verdict) -> list[str]:
     if not verdict.arms:
         return []
     parts = [pages.figure(arms_figure(verdict), "arms")]
-    shares = {round(arm.ablated_share, 3) for arm in verdict.arms if not arm.is_random and arm.ablated_share}
+    chosen = (each.arm for each in verdict.arms if not each.kind.is_random)
+    shares = {round(arm.ablated_share, 3) for arm in chosen if arm.ablated_share}
     if len(shares) > 2:
         parts.append(pages.figure(share_figure(verdict), "arms-by-share"))
     return parts
@@ -218,7 +219,7 @@ def _arm_table(verdict: Verdict) -> list[str]:
     cells: dict[str, Callable[[ArmVerdict], str]] = {
         "arm": lambda arm: arm.name,
         "kind": lambda arm: arm.kind.label,
-        "ablated": lambda arm: percent(arm.ablated_share),
+        "ablated": lambda each: percent(each.arm.ablated_share),
         "questions": lambda arm: f"{arm.paired.questions:,}",
         "accuracy": lambda arm: f"{arm.paired.arm:.2f}",
         "difference": lambda arm: f"{arm.paired.difference:+.2f}",
@@ -299,29 +300,29 @@ _CRITERIA_NOTE = (
 
 def criteria_section(store: Store, verdict: Verdict) -> str | None:
     """Return the section on a referee's masks; None if the evaluation has none."""
-    points = [point for point in criterion_points(store, verdict) if point.arm.kind is ArmKind.MASK]
+    points = [point for point in criterion_points(store, verdict) if point.verdict.kind is ArmKind.MASK]
     if not points:
         return None
     controls = [arm for arm in verdict.by_name.values() if arm.kind is ArmKind.RANDOM_MASK]
-    drawn = [_arm_point(point.arm, point.criterion, point.selection) for point in points]
+    drawn = [_arm_point(point.verdict, point.criterion, point.selection) for point in points]
     drawn += [_arm_point(arm, "random", points[0].selection) for arm in controls]
     parts = [pages.paragraph(_CRITERIA_NOTE, "note"), pages.figure(pruning_figure(drawn), "criteria")]
     parts += [pages.heading("Loss increase by share, in nats per token"), _losses(points, controls)]
     return pages.section("Which criterion loses least", parts, CRITERIA)
 
 
-def _arm_point(arm: ArmVerdict, method: str, selection: str) -> ArmPoint:
-    return ArmPoint(arm, method, arm.ablated_share or arm.share or 0.0, (), selection)
+def _arm_point(verdict: ArmVerdict, method: str, selection: str) -> ArmPoint:
+    return ArmPoint(verdict, method, verdict.arm.ablated_share or verdict.arm.share or 0.0, (), selection)
 
 
 def _losses(points: Sequence[CriterionPoint], controls: Sequence[ArmVerdict]) -> str:
     shares = sorted({point.share for point in points})
     rows = []
     for (criterion, selection), members in by_curve(points).items():
-        at = {point.share: point.arm for point in members}
+        at = {point.share: point.verdict for point in members}
         rows.append([criterion, selection, *(_increase([at[share]]) if share in at else "–" for share in shares)])
     if controls:
-        of_share = {share: [arm for arm in controls if arm.share == share] for share in shares}
+        of_share = {share: [each for each in controls if each.arm.share == share] for share in shares}
         rows.append(["random heads, mean", "control", *(_increase(of_share[share]) for share in shares)])
     return pages.table(["criterion", "chosen on", *(f"{100 * share:g}%" for share in shares)], rows)
 

@@ -24,10 +24,10 @@ from headscan.store.records import ArmKind
 from headscan.store.scan_tables import INACTIVE_QUANTILE, MOSTLY
 from headscan.store.store import Store
 from headscan.store.tables import LOSS
+from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.confirmation import SweepChoice
 from headscan.verdicts.judge import Verdict
 from headscan.verdicts.paired import about
-from headscan.verdicts.verdict_words import ArmVerdict
 
 #: ``known``: a verdict. ``open``: measured, but not shown either way. ``missing``: nothing was measured.
 State = Literal["known", "open", "missing"]
@@ -149,7 +149,7 @@ def cache_answer(
     """Return the largest saving of a safe plan, or the state of the evidence instead. ``left`` is the share of
     the cache that is left at ``tokens`` tokens, by arm; ``hint`` is what the scan says without a plan.
     """
-    arms = [] if verdict is None else [arm for arm in verdict.arms if arm.name in left and not arm.is_random]
+    arms = [] if verdict is None else [arm for arm in verdict.arms if arm.name in left and not arm.kind.is_random]
     if not arms:
         return _unjudged(plan, hint, commands)
     safe = [arm for arm in arms if arm.is_safe]
@@ -400,9 +400,11 @@ def pruning_answer(verdict: Verdict | None, inactive: InactiveHeads, commands: C
         return ReportAnswer(REMOVED_QUESTION, inactive.headline, why, "missing", INACTIVE, command)
     judged = [arm for arm in pruned if arm.accuracy is not None]
     if not judged:
-        first = min(pruned, key=lambda arm: arm.ablated_share or 0.0)
+        first = min(pruned, key=lambda each: each.arm.ablated_share or 0.0)
         measures = "; ".join(measure.words() for measure in first.metrics) or "no measure"
-        detail = f"No task has right answers. Fewest removed: {first.name} ({_share(first.ablated_share)}): {measures}."
+        detail = (
+            f"No task has right answers. Fewest removed: {first.name} ({_share(first.arm.ablated_share)}): {measures}."
+        )
         return ReportAnswer(REMOVED_QUESTION, "No verdict", detail, "open", REMOVAL, command)
     return _of_heads(REMOVED_QUESTION, _best(judged), "removed", _how((), len(judged)), REMOVAL, command)
 
@@ -411,12 +413,12 @@ def _best(arms: Sequence[ArmVerdict]) -> ArmVerdict:
     """Return the safe arm with the largest share; if none is safe, the one with the best lower end."""
     safe = [arm for arm in arms if arm.is_safe]
     if safe:
-        return max(safe, key=lambda arm: (arm.ablated_share or 0.0, arm.paired.low))
+        return max(safe, key=lambda each: (each.arm.ablated_share or 0.0, each.paired.low))
     return max(arms, key=lambda arm: arm.paired.low)
 
 
 def _of_heads(question: str, best: ArmVerdict, done: str, how: str, link: str, command: str) -> ReportAnswer:
-    share = f"{_share(best.ablated_share)} of heads"
+    share = f"{_share(best.arm.ablated_share)} of heads"
     return _answer(question, best, "set of heads", share, _cost(best, f"{share} {done} change"), how, link, command)
 
 
@@ -437,7 +439,7 @@ def answers_of(
     """Return the answers in the order of the page, missing ones included; those that are ``given`` replace others."""
     commands = Commands.of(scan, store.path, plan_file)
     site = data.sites[0]
-    tokens, left = (None, {}) if verdict is None else cache_left(store, verdict)
+    tokens, left = (None, {}) if verdict is None else cache_left(verdict)
     inactive, hint = InactiveHeads.of(site), CacheHint.of(store, scan, site)
     answers = [
         inactive_answer(site.spreads, inactive, commands),

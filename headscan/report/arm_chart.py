@@ -14,10 +14,10 @@ from headscan.report.chart_style import FAINT, INK, KIND_COLOURS, LEGEND_ABOVE, 
 from headscan.report.share_chart import ChartPanel, Line, Mark, share_chart
 from headscan.store.records import ArmKind
 from headscan.store.verdict_limits import MARGIN
+from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.curves import Curve
 from headscan.verdicts.judge import Verdict
 from headscan.verdicts.scope_verdicts import RecallVerdict
-from headscan.verdicts.verdict_words import ArmVerdict
 
 
 def arms_figure(verdict: Verdict) -> go.Figure:
@@ -40,7 +40,8 @@ def arms_figure(verdict: Verdict) -> go.Figure:
         )
     _reference_lines(figure.add_vline, "x", arms)
     labels = [
-        shortened(arm.name) + ("" if arm.ablated_share is None else f"  ({arm.ablated_share:.1%})") for arm in arms
+        shortened(name) + ("" if share is None else f"  ({share:.1%})")
+        for name, share in ((each.name, each.arm.ablated_share) for each in arms)
     ]
     figure.update_yaxes(
         tickvals=[rows[arm.name] for arm in arms],
@@ -62,10 +63,10 @@ def share_figure(verdict: Verdict) -> go.Figure:
             KIND_COLOURS[kind],
             joined=False,
             marks=tuple(
-                Mark(arm.ablated_share or 0.0, arm.paired.interval, _arm_text(arm), "circle") for arm in members
+                Mark(each.arm.ablated_share or 0.0, each.paired.interval, _arm_text(each), "circle") for each in members
             ),
         )
-        for kind, members in _by_kind([arm for arm in verdict.arms if arm.ablated_share is not None])
+        for kind, members in _by_kind([each for each in verdict.arms if each.arm.ablated_share is not None])
     ]
     figure = share_chart([ChartPanel("heads ablated, %", "difference to the baseline, percentage points", lines)])
     _reference_lines(figure.add_hline, "y", verdict.arms)
@@ -77,11 +78,11 @@ def _by_kind(arms: Sequence[ArmVerdict]) -> list[tuple[ArmKind, list[ArmVerdict]
     return [(kind, [arm for arm in arms if arm.kind == kind]) for kind in kinds]
 
 
-def _arm_text(arm: ArmVerdict) -> str:
-    p = arm.paired
-    share = "" if arm.ablated_share is None else f"<br>{arm.ablated_share:.1%} of heads ablated"
+def _arm_text(verdict: ArmVerdict) -> str:
+    p, ablated = verdict.paired, verdict.arm.ablated_share
+    share = "" if ablated is None else f"<br>{ablated:.1%} of heads ablated"
     return (
-        f"{escape(arm.name)}{share}<br>{p.arm:.2f} % (baseline {p.baseline:.2f} %)"
+        f"{escape(verdict.name)}{share}<br>{p.arm:.2f} % (baseline {p.baseline:.2f} %)"
         f"<br>{p.interval.words(unit=' points')}"
     )
 

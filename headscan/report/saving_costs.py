@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,13 +12,13 @@ from headscan.report.ablation_costs import recall_share
 from headscan.report.page_parts import byte_count, percent
 from headscan.report.profile_charts import removed_map
 from headscan.report.share_chart import ArmPoint, cache_figure, pruning_figure
-from headscan.store.records import ArmKind
+from headscan.store.records import ArmRecord
 from headscan.store.store import Store
 from headscan.store.tables import ACCURACY, BITS_PER_BYTE, LOSS
+from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.controls import loss_increase
 from headscan.verdicts.criterion_points import heads_of_arms
 from headscan.verdicts.judge import Verdict
-from headscan.verdicts.verdict_words import ArmVerdict
 
 CACHE = "cache-cost"
 
@@ -34,20 +33,19 @@ _CACHE_NOTE = (
 )
 
 
-def cache_section(store: Store, verdict: Verdict) -> str | None:
+def cache_section(verdict: Verdict) -> str | None:
     """Return the section on the plans of an evaluation; None if it has none."""
-    tokens, left = cache_left(store, verdict)
+    tokens, left = cache_left(verdict)
     if tokens is None:
         return None
-    details = _plan_details(store, verdict.run_id)
-    points = [ArmPoint(arm, details[arm.name].method, left[arm.name]) for arm in verdict.arms if arm.name in left]
+    points = [ArmPoint(each, _method(each.arm), left[each.name]) for each in verdict.arms if each.name in left]
     return pages.section(
         "What a smaller KV cache costs",
         [
             pages.paragraph(_CACHE_NOTE, "note"),
             *([pages.figure(cache_figure(points, tokens), "cache")] if points else []),
             pages.columns(
-                [arm for arm in verdict.by_name.values() if arm.name in left and not arm.is_random],
+                [arm for arm in verdict.by_name.values() if arm.name in left and not arm.kind.is_random],
                 {
                     "plan": lambda arm: arm.name,
                     f"KV cache left at {tokens:,} tokens": lambda arm: f"{left[arm.name]:.1%}",
@@ -61,10 +59,13 @@ def cache_section(store: Store, verdict: Verdict) -> str | None:
     )
 
 
-def cache_left(store: Store, verdict: Verdict) -> tuple[int | None, dict[str, float]]:
+def cache_left(verdict: Verdict) -> tuple[int | None, dict[str, float]]:
     """Return a length in tokens (None without plans), and by arm the share of the KV cache that is left at it."""
-    details = _plan_details(store, verdict.run_id)
-    shares = {name: details[name].kv_shares for name in verdict.by_name if name in details}
+    shares = {
+        name: {int(tokens): float(share) for tokens, share in each.arm.config["kv_shares"]}
+        for name, each in verdict.by_name.items()
+        if each.arm.config.get("kv_shares")
+    }
     if not shares:
         return None, {}
     # The nearest length that all plans have.
@@ -73,30 +74,9 @@ def cache_left(store: Store, verdict: Verdict) -> tuple[int | None, dict[str, fl
     return tokens, {name: of_plan[tokens] for name, of_plan in shares.items()}
 
 
-class _PlanDetails(NamedTuple):
-    """Method of a plan, with its unit if that is the layer, and the share of the KV cache that is left by tokens."""
-
-    method: str
-    kv_shares: dict[int, float]
-
-
-def _plan_details(store: Store, run_id: str) -> dict[str, _PlanDetails]:
-    details = {}
-    for name, config in _settings(store, run_id, [kind for kind in ArmKind if kind.shrinks_cache]).items():
-        shares = {int(tokens): float(share) for tokens, share in config.get("kv_shares") or ()}
-        if shares:
-            unit = " by layer" if config.get("granularity") == "layer" else ""
-            details[name] = _PlanDetails(f"{config['method']}{unit}", shares)
-    return details
-
-
-def _settings(store: Store, run_id: str, kinds: Sequence[ArmKind]) -> dict[str, dict[str, Any]]:
-    """Return the settings of the arms of some kinds by name, with their ``selection``."""
-    rows = store.query(
-        "SELECT name, selection, config FROM arms WHERE run_id = ? AND list_contains(?::VARCHAR[], kind)",
-        [run_id, [kind.value for kind in kinds]],
-    ).to_pylist()
-    return {row["name"]: json.loads(row["config"] or "{}") | {"selection": row["selection"] or ""} for row in rows}
+def _method(plan: ArmRecord) -> str:
+    """Return the method of a plan, with its unit if that is the layer."""
+    return f"{plan.config['method']}{' by layer' if plan.config.get('granularity') == 'layer' else ''}"
 
 
 REMOVAL = "removal"
@@ -114,22 +94,21 @@ _MOST_MAPS = 4
 
 def pruning_section(store: Store, evaluation: Mapping[str, Any], verdict: Verdict) -> str | None:
     """Return the section on the pruned models of an evaluation; None if it has none."""
-    details = _settings(store, verdict.run_id, [kind for kind in ArmKind if kind.is_pruned])
-    arms = [arm for arm in verdict.by_name.values() if arm.name in details]
+    arms = [each for each in verdict.by_name.values() if each.kind.is_pruned]
     if not arms:
         return None
     removed = heads_of_arms(store, verdict.run_id)
     points = [
         ArmPoint(
-            arm,
-            details[arm.name].get("method", "unknown"),
-            arm.ablated_share or 0.0,
-            removed.get(arm.name, ()),
-            details[arm.name]["selection"],
+            each,
+            each.arm.config.get("method", "unknown"),
+            each.arm.ablated_share or 0.0,
+            removed.get(each.name, ()),
+            each.arm.selection or "",
         )
-        for arm in arms
+        for each in arms
     ]
-    chosen = [point for point in points if not point.arm.is_control]
+    chosen = [point for point in points if not point.verdict.kind.is_control]
     parts = [pages.paragraph(_PRUNING_NOTE, "note"), pages.figure(pruning_figure(points), "pruning")]
     heads_of = {site["layer"]: site["num_attention_heads"] for site in evaluation["grid"] if site["site"] == "self"}
     groups: dict[tuple[str, str], list[ArmPoint]] = defaultdict(list)
@@ -139,7 +118,12 @@ def pruning_section(store: Store, evaluation: Mapping[str, Any], verdict: Verdic
     for number, ((method, selection), members) in enumerate(list(groups.items())[:_MOST_MAPS]):
         title = f"Heads removed by {method}" + (f", {selection}" if differ else "")
         parts.append(pages.figure(removed_map(members, heads_of, title), f"removed-{number}"))
-    parts += [pages.heading("Losses"), _losses(arms), pages.heading("Sizes and times"), *_sizes(chosen, details)]
+    parts += [
+        pages.heading("Losses"),
+        _losses(arms),
+        pages.heading("Sizes and times"),
+        *_sizes([point.verdict.arm for point in chosen]),
+    ]
     return pages.section("What removing heads costs", parts, REMOVAL)
 
 
@@ -150,7 +134,7 @@ def _losses(arms: Sequence[ArmVerdict]) -> str:
     loss = f"loss increase, {' or '.join(units)}" if units else "loss increase"
     cells: dict[str, Callable[[ArmVerdict], str]] = {
         "model": lambda arm: arm.name,
-        "heads removed": lambda arm: percent(arm.ablated_share or 0.0),
+        "heads removed": lambda each: percent(each.arm.ablated_share or 0.0),
         loss: lambda arm: _increase(arm, (LOSS, BITS_PER_BYTE)),
         "next token, points": lambda arm: _increase(arm, ("next_token_accuracy",)),
         "accuracy, points": _accuracy,
@@ -189,17 +173,16 @@ class _ModelCost(NamedTuple):
         return f"{1000 * seconds:.2f} ms" + (f" ({whole / seconds:.2f}x)" if whole else "")
 
 
-def _sizes(points: list[ArmPoint], details: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    measured = [(point, details[point.arm.name]) for point in points if "after" in details[point.arm.name]]
+def _sizes(arms: Sequence[ArmRecord]) -> list[str]:
+    measured = [arm for arm in arms if "after" in arm.config]
     if not measured:
         return [pages.paragraph("No sizes are stored.", "note")]
-    models = [_ModelCost("original", measured[0][1]["before"])]
-    models += [_ModelCost(point.arm.name, config["after"], config["before"]) for point, config in measured]
+    models = [_ModelCost("original", measured[0].config["before"])]
+    models += [_ModelCost(arm.name, arm.config["after"], arm.config["before"]) for arm in measured]
     skipped = [
-        f"{point.arm.name} has no attention in layer{'s' * (len(config['skipped_layers']) > 1)}"
-        f" {', '.join(map(str, config['skipped_layers']))}."
-        for point, config in measured
-        if config.get("skipped_layers")
+        f"{arm.name} has no attention in layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}."
+        for arm in measured
+        if (layers := arm.config.get("skipped_layers"))
     ]
     note = "Times are medians of repetitions in turn with the original, in brackets as a multiple of its speed."
     return [

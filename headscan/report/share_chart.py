@@ -17,12 +17,12 @@ from headscan.report.chart_style import FAINT, INK, LEGEND_ABOVE, styled, whiske
 from headscan.store.records import ArmKind
 from headscan.store.tables import ACCURACY, LOSS
 from headscan.store.verdict_limits import MARGIN, MIN_RETAINED
+from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.controls import loss_increase
 from headscan.verdicts.criterion_points import ALL_SITES, SitePoint, by_curve
 from headscan.verdicts.curves import Curve, SweepPoint
 from headscan.verdicts.metrics import METRICS
 from headscan.verdicts.paired import Interval
-from headscan.verdicts.verdict_words import ArmVerdict
 
 #: Colour-blind safe (Okabe and Ito); further lines repeat them with other markers.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -142,7 +142,7 @@ class ArmPoint:
     ``selection`` is the unit and repair of a pruned model.
     """
 
-    arm: ArmVerdict
+    verdict: ArmVerdict
     method: str
     share: float
     removed: Collection[tuple[int, int]] = ()
@@ -155,8 +155,8 @@ def cache_figure(points: Sequence[ArmPoint], tokens: int) -> go.Figure:
     """
     members: dict[tuple[bool, str, str], list[ArmPoint]] = defaultdict(list)
     for point in points:
-        method = "random" if point.arm.is_random else point.method
-        members[point.arm.is_random, method, point.arm.selection or ""].append(point)
+        method = "random" if point.verdict.kind.is_random else point.method
+        members[point.verdict.kind.is_random, method, point.verdict.arm.selection or ""].append(point)
     methods = sorted({method for is_random, method, _ in members if not is_random})
     lines = {}
     for is_random, method, mode in sorted(members):
@@ -176,13 +176,13 @@ def pruning_figure(points: Sequence[ArmPoint]) -> go.Figure:
     """
     differ = len({point.selection for point in points}) > 1
     members: dict[str, list[ArmPoint]] = defaultdict(list)
-    for point in sorted(points, key=lambda point: point.arm.is_control):
+    for point in sorted(points, key=lambda point: point.verdict.kind.is_control):
         members[f"{_curve_name(point)}, {point.selection}" if differ else _curve_name(point)].append(point)
     lines = {}
     for place, (name, own) in enumerate(members.items()):  # the controls are last
-        arm = own[0].arm
-        if arm.is_control:
-            line = Line(name, FAINT if arm.is_random else INK, "dash", "diamond", joined=not arm.is_random)
+        kind = own[0].verdict.kind
+        if kind.is_control:
+            line = Line(name, FAINT if kind.is_random else INK, "dash", "diamond", joined=not kind.is_random)
         else:
             line = Line(name, _COLOURS[place % len(_COLOURS)], symbol=_symbol(place))
         lines[line] = own
@@ -190,9 +190,9 @@ def pruning_figure(points: Sequence[ArmPoint]) -> go.Figure:
 
 
 def _curve_name(point: ArmPoint) -> str:
-    if point.arm.kind is ArmKind.LAYERS_DROPPED:
+    if point.verdict.kind is ArmKind.LAYERS_DROPPED:
         return "whole attention layers dropped (control)"
-    return "random heads (control)" if point.arm.is_random else point.method
+    return "random heads (control)" if point.verdict.kind.is_random else point.method
 
 
 def _symbol(place: int) -> str:
@@ -204,7 +204,7 @@ def _arm_panels(lines: Mapping[Line, Sequence[ArmPoint]], across: str, what: str
     ``across`` is the title of the axis; ``what`` follows the share in the label of a point. ``start`` begins joined
     lines at the baseline, with the share 0.
     """
-    arms = [point.arm for members in lines.values() for point in members]
+    arms = [point.verdict for members in lines.values() for point in members]
     units = {increase.unit for arm in arms if (increase := loss_increase(arm.metrics)) is not None}
     measures = [
         (LOSS, f"loss increase, {' or '.join(sorted(units))}", 0.0, None),
@@ -221,7 +221,7 @@ def _arm_panels(lines: Mapping[Line, Sequence[ArmPoint]], across: str, what: str
             marks = [
                 Mark(point.share, value, _hover(point, what, value), line.symbol)
                 for point in sorted(members, key=lambda point: point.share)
-                if (value := point.arm.value(measure)) is not None
+                if (value := point.verdict.value(measure)) is not None
             ]
             if start and line.joined:
                 marks.insert(0, Mark(0.0, Interval(baseline, baseline, baseline), "baseline", line.symbol))
@@ -233,7 +233,7 @@ def _arm_panels(lines: Mapping[Line, Sequence[ArmPoint]], across: str, what: str
 
 def _hover(point: ArmPoint, what: str, value: Interval) -> str:
     ends = f" [{value.low:+.4g}, {value.high:+.4g}]" if value.known else ""
-    return f"{escape(point.arm.name)}<br>{point.share:.1%} {what}<br>{value.value:+.4g}{ends}"
+    return f"{escape(point.verdict.name)}<br>{point.share:.1%} {what}<br>{value.value:+.4g}{ends}"
 
 
 def site_figure(points: Sequence[SitePoint]) -> go.Figure:

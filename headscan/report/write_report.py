@@ -199,7 +199,7 @@ def _evidence(shown: _Shown) -> list[str]:
             arms_section(store, shown.evaluation, shown.verdict, shown.choices),
             criteria_section(store, shown.verdict),
             pruning_section(store, shown.evaluation, shown.verdict),
-            cache_section(store, shown.verdict),
+            cache_section(shown.verdict),
         ]
     runs = {"Scan": run, "Evaluation": shown.evaluation, "Compared scan": data.compared, **data.runs}
     evidence += [

@@ -321,11 +321,12 @@ class ChosenArms:
 
     Attributes:
         criterion: Criterion whose order gives a mask of ``share`` heads, and a rule if ``rule``; None gives neither.
-        plans: Plans of the KV cache, each evaluated in all ``plan_modes``.
+        plans: Plans of the KV cache or their files, each evaluated in all ``plan_modes``; files are read at once.
 
     Raises:
         HeadIndexError: One of ``heads`` is no pair of indices.
         InterventionError: A number is out of range, or a setting has no effect on the arms.
+        PlanError: A file holds no plan.
         UnknownNameError: The score or a mode is unknown.
     """
 
@@ -354,7 +355,15 @@ class ChosenArms:
     rule: Annotated[bool, Option("also evaluate the rule, which ablates per input the heads beyond the quantile")] = (
         False
     )
-    plans: tuple[HeadPlan, ...] = ()
+    plans: Annotated[
+        tuple["HeadPlan", ...],  # noqa: UP037 (the parser evaluates this hint without importing plans)
+        Option(
+            "comma-separated files of KV-cache plans, from `headscan plan` (default: none)",
+            flag="--plan",
+            metavar="FILE",
+            spaces=True,
+        ),
+    ] = ()
     plan_modes: Annotated[
         tuple[PlanMode, ...],
         Option(
@@ -393,9 +402,11 @@ class ChosenArms:
         object.__setattr__(self, "models", tuple(map(os.fspath, self.models)))
         check_pairs(self.heads)
         if self.plans:
-            from headscan.plans import check_is_plan
+            from headscan.plans import check_is_plan, load_plan
 
-            for plan in self.plans if isinstance(self.plans, tuple | list) else (self.plans,):
+            plans = (load_plan(plan) if isinstance(plan, str | os.PathLike) else plan for plan in self.plans)
+            object.__setattr__(self, "plans", tuple(plans))
+            for plan in self.plans:
                 check_is_plan(plan)
         if not self.plan_modes:
             raise InterventionError("`plan_modes` is empty (limit 1 mode). Set `plan_modes`")

@@ -16,14 +16,7 @@ import numpy as np
 import torch
 
 from headscan.ablation.intervention import Intervention
-from headscan.engine.answering import (
-    AnsweringSettings,
-    ArmResponses,
-    BegunArm,
-    RequestChunk,
-    answer_arms,
-    request_chunks,
-)
+from headscan.engine.answering import AnsweringSettings, ArmResponses, RequestChunk, answer_arms, request_chunks
 from headscan.engine.arms import BASELINE, Arm, check_arms, distinct_arms
 from headscan.engine.bundles import bundle_size, possible_starts
 from headscan.engine.likelihood import joint_prefix_tokens
@@ -35,7 +28,7 @@ from headscan.runs.run_context import Run
 from headscan.settings.evaluation_settings import EvaluateConfig
 from headscan.steps.checks import check_eviction, check_generates, check_models, check_next_token_head, check_resampled
 from headscan.steps.plan_arms import window_notes
-from headscan.store.records import ArmState, RunKind, RunRecord
+from headscan.store.records import ArmRecord, RunKind, RunRecord
 from headscan.store.store import Store
 from headscan.texts.tasks import Questions, TaskResults
 from headscan.texts.token_requests import LogLikelihood
@@ -88,9 +81,9 @@ def run_evaluation(
     with run.in_progress(record, arms=[arm.name for arm in arms]) as state:
         arm_run = ArmRun(run, state.run_id, arms, judges_arms=purpose.judges_arms)
         unfinished = arm_run.begin()
-        specs = dict.fromkeys(begun.arm.model for begun in unfinished)
+        specs = dict.fromkeys(arm.model for arm in unfinished.values())
         for spec in sorted(specs, key=lambda spec: spec is not None):  # the model of the baseline is open
-            model_arms = [begun for begun in unfinished if begun.arm.model == spec]
+            model_arms = {arm_id: arm for arm_id, arm in unfinished.items() if arm.model == spec}
             with nullcontext(run) if spec is None else run.on(spec, models[spec]) as model_run:
                 settings = _answering_settings(model_run, len(model_arms), config, questions, interventions)
                 arm_run.answer(model_run, model_arms, questions, chunks, settings)
@@ -144,39 +137,41 @@ class ArmRun:
     judges_arms: bool
     failed: list[str] = field(default_factory=list)
 
-    def begin(self) -> list[BegunArm]:
-        """Store the arms, and return those that are not finished."""
+    def begin(self) -> dict[str, Arm]:
+        """Store the arms, and return those that are not finished by their ids in the store."""
+        unfinished, finished = dict[str, Arm](), list[Arm]()
         with self.run.store.one_transaction():
-            states = [_begin_arm(self.run.store, self.run_id, arm) for arm in self.arms]
-        unfinished: list[BegunArm] = []
-        for arm, state in zip(self.arms, states, strict=True):
-            if not state.finished:
-                unfinished.append(BegunArm(arm, state.arm_id))
-            elif self.judges_arms:
-                self.run.say(f"{arm.name}: finished before")
+            for arm in self.arms:
+                record = _arm_record(self.run.store, self.run_id, arm)
+                if self.run.store.begin_arm(record):
+                    finished.append(arm)
+                else:
+                    unfinished[record.arm_id] = arm
+        for arm in finished if self.judges_arms else ():
+            self.run.say(f"{arm.name}: finished before")
         return unfinished
 
     def answer(
         self,
         model_run: Run,
-        model_arms: Sequence[BegunArm],
+        model_arms: Mapping[str, Arm],
         questions: ArmQuestions,
         chunks: Sequence[RequestChunk],
         settings: AnsweringSettings,
     ) -> None:
-        """Answer all questions with the arms of one model, that of ``model_run``, and finish each arm. ``chunks`` hold
-        the requests of the questions.
+        """Answer all questions with the arms of one model, that of ``model_run``, and finish each arm. ``model_arms``
+        are given by their ids in the store, and ``chunks`` hold the requests of the questions.
         """
         store, title = self.run.store, f"{len(model_arms)} arm{'s' * (len(model_arms) > 1)}"
-        for arm_responses in answer_arms(store, model_run.pool, model_arms, chunks, settings, title=title):
-            arm_name = arm_responses.arm.name
+        for arm_id, responses in answer_arms(store, model_run.pool, model_arms, chunks, settings, title=title):
+            arm = model_arms[arm_id]
             try:
-                line = _finish_arm(store, questions, model_run.facts, arm_responses)
+                figures = _finish_arm(store, questions, model_run.facts, arm, arm_id, responses)
                 if self.judges_arms:
-                    self.run.say(line)
+                    self.run.say(f"{arm.name}: {', '.join(figures)}")
             except NotFiniteError as problem:
-                self.failed.append(arm_name)
-                self.run.say(f"{arm_name}: {problem}")
+                self.failed.append(arm.name)
+                self.run.say(f"{arm.name}: {problem}")
 
     def finish(self) -> None:
         """Store the verdicts of the answered arms, and finish the run. Raise NotFiniteError if arms failed."""
@@ -236,7 +231,8 @@ def _record(config: EvaluateConfig, rounding: str, run: Run, questions: Question
     )
 
 
-def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
+def _arm_record(store: Store, run_id: str, arm: Arm) -> ArmRecord:
+    """Return the arm's row in a run; the mask of its heads, if it has one, is stored."""
     mask_id = None
     site, heads = arm.stored_mask
     if heads:
@@ -249,12 +245,14 @@ def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
             share=arm.share,
             config={"heads": [list(head) for head in heads]},
         )
-    return store.begin_arm(arm.record(run_id, mask_id))
+    return arm.record(run_id, mask_id)
 
 
-def _finish_arm(store: Store, questions: ArmQuestions, facts: ModelFacts, arm_responses: ArmResponses) -> str:
-    """Grade and store an arm, and return a line about it; raise NotFiniteError if a log-likelihood is NaN."""
-    arm, responses = arm_responses.arm, arm_responses.responses
+def _finish_arm(
+    store: Store, questions: ArmQuestions, facts: ModelFacts, arm: Arm, arm_id: str, answers: ArmResponses
+) -> list[str]:
+    """Grade and store an arm, and return figures about it; raise NotFiniteError if a log-likelihood is NaN."""
+    responses = {key: response for key, (response, _) in answers.items()}
     nan_responses = sum(
         isinstance(response, LogLikelihood) and isnan(response.log_likelihood) for response in responses.values()
     )
@@ -264,9 +262,9 @@ def _finish_arm(store: Store, questions: ArmQuestions, facts: ModelFacts, arm_re
     if arm.removed:
         share = len(arm.removed) / (facts.grid.total_heads + len(arm.removed))
     else:
-        share = questions.ablated_share(arm_responses.ablated_shares)
-    store.finish_arm(arm_responses.arm_id, graded.answers, results=graded.results, ablated_share=share)
-    return f"{arm.name}: {', '.join(_figures(arm, graded, share))}"
+        share = questions.ablated_share({key: share for key, (_, share) in answers.items()})
+    store.finish_arm(arm_id, graded.answers, results=graded.results, ablated_share=share)
+    return _figures(arm, graded, share)
 
 
 def _figures(arm: Arm, graded: TaskResults, share: float) -> list[str]:

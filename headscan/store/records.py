@@ -210,23 +210,27 @@ class Mask:
     share: float | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ArmRecord:
-    """One arm of an evaluate run, as in the table ``arms``.
+    """One arm of an evaluate run, as the table ``arms`` holds it; see the comments of its columns.
 
     Attributes:
-        name: Unique in the run.
+        arm_id: Hash of the run and of the data that identifies the arm in it (`Arm.id` in ``headscan.engine.arms``);
+            empty without a store.
+        name: Unique in the run, for people.
         kind: ``random_mask`` is the control of ``mask`` (the same heads for every input), ``random_rule`` that of
             ``rule`` (other heads for each input).
-        selection: Further criterion that chose the heads; arms that differ in it belong to different curves.
+        selection: Further criterion that chose the heads, or the mode of a plan; arms that differ in it belong to
+            different curves.
         share: Nominal share of heads to ablate, 0 to 1.
         replacement: None if the arm ablates no heads.
-        config: Further options that identify the arm, and its replacement if that is not zero, as JSON data.
-        measured: Further entries of the stored config that do not identify the arm, such as times, or ``swept`` for the
-            arms of a sweep.
+        config: Further settings and measured numbers as JSON data, such as ``kv_shares`` of a plan by length, and
+            ``swept`` of the arms that a sweep tried or drew.
+        ablated_share: Measured share of ablated or removed heads, 0 to 1; None before the arm is finished.
     """
 
-    run_id: str
+    arm_id: str = ""
+    run_id: str = ""
     name: str
     kind: ArmKind
     mask_id: str | None = None
@@ -236,13 +240,24 @@ class ArmRecord:
     share: float | None = None
     seed: int | None = None
     replacement: str | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
-    measured: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    ablated_share: float | None = None
 
+    @property
+    def weights_left(self) -> float | None:
+        """Share of the weights' bytes that a pruned model keeps; None for other arms."""
+        return self.config.get("weights_left")
 
-@dataclass(frozen=True)
-class ArmState:
-    """An arm's id, and whether all its answers are stored."""
+    @property
+    def cache_left(self) -> float | None:
+        """Share of the KV cache that a pruned model keeps; None for other arms, and if it cannot be sized."""
+        return self.config.get("cache_left")
 
-    arm_id: str
-    finished: bool
+    @property
+    def size(self) -> float | None:
+        """Share of heads that are ablated or removed, or of KV heads that keep less; None if it is unknown, and for
+        another model.
+        """
+        if self.kind.shrinks_cache:
+            return self.share
+        return None if self.kind is ArmKind.MODEL else self.ablated_share

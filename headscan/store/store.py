@@ -23,17 +23,7 @@ from headscan.errors import FinishedArmError, ResumeError, StoreError
 from headscan.store.connection import checked_file, opened, rows, transaction
 from headscan.store.output_files import write_data_set
 from headscan.store.provenance import has_ended, provenance_changes, provenance_since, this_process
-from headscan.store.records import (
-    ArmRecord,
-    ArmState,
-    Mask,
-    RunKind,
-    RunRecord,
-    RunState,
-    RunStatus,
-    ShardRecord,
-    ShardToWrite,
-)
+from headscan.store.records import ArmRecord, Mask, RunKind, RunRecord, RunState, RunStatus, ShardRecord, ShardToWrite
 from headscan.store.summaries import (
     SiteSummary,
     SummaryRows,
@@ -63,7 +53,6 @@ _HEAD_TABLES = {"importance": "head_importance"}
 #: Times are numbers of microseconds since then.
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _ANSWER_KEYS = ("task", "question", "correct")
-_ARM_COLUMNS = ("run_id", "name", "kind", "mask_id", "criterion", "selection", "threshold", "share", "seed")
 
 
 def to_json(value: Any) -> str:
@@ -311,37 +300,39 @@ class Store:
             ).fetchall()
         return Mask(row[0], row[1], heads[0][0], tuple((layer, head) for _, layer, head in heads), *row[2:])
 
-    def begin_arm(self, arm: ArmRecord) -> ArmState:
-        """Begin an arm, or find it in its run, which adds the entries of ``measured`` that it lacks. An unfinished arm
-        sets the run to running.
+    def begin_arm(self, arm: ArmRecord) -> bool:
+        """Begin an arm, or find it by its id, which takes its name and the entries of ``config`` that it lacks. Return
+        True if all its answers are stored; an unfinished arm sets the run to running.
         """
         with self._writing() as connection:
             _require_run(connection, arm.run_id)
-            row = {column: getattr(arm, column) for column in _ARM_COLUMNS}
-            # The id of an arm is computed with the names of schema 14, so that arms of older stores keep theirs.
-            arm_id = short_hash({"score" if key == "criterion" else key: row[key] for key in row}, dict(arm.config))
-            known = connection.execute(
-                "SELECT arm_id, status, config FROM arms WHERE run_id = ? AND name = ?", [arm.run_id, arm.name]
-            ).fetchone()
-            if known is not None and known[0] != arm_id:
+            same = connection.execute(
+                "SELECT arm_id, name, status, config FROM arms WHERE arm_id = $1 OR (run_id = $2 AND name = $3)",
+                [arm.arm_id, arm.run_id, arm.name],
+            ).fetchall()
+            if any(arm_id != arm.arm_id for arm_id, *_ in same):
                 raise StoreError(f"run {arm.run_id} has another arm named {arm.name}. Choose another name")
-            if known is not None and arm.measured.keys() - (stored := json.loads(known[2])).keys():
-                config = to_json({**arm.measured, **stored})
-                connection.execute("UPDATE arms SET config = ? WHERE arm_id = ?", [config, arm_id])
-            if known is not None and known[1] == "finished":
-                return ArmState(arm_id, True)
             # Not now(), which is one time in a whole transaction: arms are listed in the order in which they began.
             begun = datetime.now(UTC)
-            if known is None:
-                row |= {"arm_id": arm_id, "replacement": arm.replacement, "status": "running", "started_at": begun}
-                _insert_record(connection, "arms", row | {"config": to_json({**arm.config, **arm.measured})})
+            if not same:
+                row = {**vars(arm), "config": to_json(arm.config), "status": "running", "started_at": begun}
+                _insert_record(connection, "arms", row)
             else:
+                [(_, name, status, config)] = same
+                stored = json.loads(config)
+                if name != arm.name:
+                    connection.execute("UPDATE arms SET name = ? WHERE arm_id = ?", [arm.name, arm.arm_id])
+                if arm.config.keys() - stored.keys():
+                    merged = to_json({**arm.config, **stored})
+                    connection.execute("UPDATE arms SET config = ? WHERE arm_id = ?", [merged, arm.arm_id])
+                if status == "finished":
+                    return True
                 connection.execute(
                     "UPDATE arms SET status = 'running', started_at = ?, finished_at = NULL WHERE arm_id = ?",
-                    [begun, arm_id],
+                    [begun, arm.arm_id],
                 )
             _reopen_run(connection, arm.run_id)
-            return ArmState(arm_id, False)
+            return False
 
     def add_responses(self, arm_id: str, responses: pa.Table) -> None:
         """Store responses of an unfinished arm; requests that are stored already are skipped. ``responses`` has one row

@@ -16,7 +16,7 @@ from headscan.runs.progress import time_text
 from headscan.store.output_files import write_text
 from headscan.store.verdict_limits import limits_words
 from headscan.text_tables import html_text, plain, text_table
-from headscan.verdicts.decision import TOO_FEW_QUESTIONS, TOO_FEW_TEXTS, Outcome
+from headscan.verdicts.arm_verdict import TOO_FEW_QUESTIONS, TOO_FEW_TEXTS, Outcome
 from headscan.verdicts.metrics import Increase, exceeds
 from headscan.verdicts.ordered_shares import ShareVerdict, largest_safe
 

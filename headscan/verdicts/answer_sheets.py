@@ -5,78 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from headscan.catalog import recall_family
 from headscan.errors import VerdictError
-from headscan.store.records import CONTROL_KINDS_SQL, ArmKind
+from headscan.store.records import CONTROL_KINDS_SQL, ArmKind, ArmRecord
 from headscan.store.store import Store
 from headscan.store.tables import ALL_TASKS
 from headscan.store.verdict_limits import QUESTIONS_PER_TEXT
 from headscan.verdicts.paired import PairedDifference, QuestionClusters, paired_difference, retained_share
 
 
-def _column(name: str, **default: Any) -> Any:
-    """Return a field that is read from a column of another name."""
-    return field(**default, metadata={"sql": name})
-
-
-def _setting(name: str, sql_type: str) -> Any:
-    """Return a field that is read from the arm's settings, as a value of a type of SQL."""
-    return _column(f"(config ->> '$.{name}')::{sql_type}", default=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinishedArm:
-    """An arm with all answers; see the comments of the table ``arms``.
-
-    Attributes:
-        arm_id: Its id in the store; empty without a store.
-        ablated_share: Measured share of ablated or removed heads, 0 to 1.
-        share: Nominal share, 0 to 1.
-        selection: How the heads were selected, or the mode of a plan.
-        replacement: What replaces the output of ablated heads; None for other arms.
-        kv_shares: Share of the KV cache that a plan leaves, by length, as JSON; None for other arms.
-        granularity: ``layer`` for a plan by layer; None for other arms.
-        weights_left: Share of the weights' bytes that a pruned model keeps; None for other arms.
-        cache_left: Share of the KV cache that a pruned model keeps; None for other arms, and if it cannot be sized.
-        swept: True if a sweep tried or drew the arm; None otherwise.
-    """
-
-    arm_id: str = ""
-    name: str
-    kind: ArmKind
-    ablated_share: float | None = None
-    share: float | None = None
-    criterion: str | None = None
-    selection: str | None = None
-    replacement: str | None = None
-    seed: int | None = None
-    kv_shares: str | None = _setting("kv_shares", "VARCHAR")
-    granularity: str | None = _setting("granularity", "VARCHAR")
-    weights_left: float | None = _setting("weights_left", "DOUBLE")
-    cache_left: float | None = _setting("cache_left", "DOUBLE")
-    layers_dropped: int | None = _setting("layers_dropped", "INTEGER")
-    swept: bool | None = _setting("swept", "BOOLEAN")
-
-    @property
-    def size(self) -> float | None:
-        """Share of heads that are ablated or removed, or of KV heads that keep less; None if it is unknown, and for
-        another model.
-        """
-        if self.kind.shrinks_cache:
-            return self.share
-        return None if self.kind is ArmKind.MODEL else self.ablated_share
-
-
 class FinishedArms(NamedTuple):
     """The baseline, the other finished arms (controls last) and the number of unfinished arms."""
 
-    baseline: FinishedArm
-    others: tuple[FinishedArm, ...]
+    baseline: ArmRecord
+    others: tuple[ArmRecord, ...]
     unfinished: int
 
 
@@ -90,16 +37,16 @@ def can_be_judged(store: Store, run_id: str) -> bool:
 
 def finished_arms(store: Store, run_id: str) -> FinishedArms:
     """Return the finished arms of a run; raise VerdictError unless exactly one of them is a baseline."""
-    columns = [f"{each.metadata.get('sql', each.name)} AS {each.name}" for each in fields(FinishedArm)]
+    names = [each.name for each in fields(ArmRecord)]
     rows = store.query(
-        f"SELECT {', '.join(columns)}, status FROM arms WHERE run_id = ?"
+        f"SELECT {', '.join(names)}, status FROM arms WHERE run_id = ?"
         f" ORDER BY kind IN ({CONTROL_KINDS_SQL}), started_at, name",
         [run_id],
     ).to_pylist()
     arms = [
-        FinishedArm(**{each.name: row[each.name] for each in fields(FinishedArm)} | {"kind": ArmKind(row["kind"])})
+        ArmRecord(**{**row, "kind": ArmKind(row["kind"]), "config": json.loads(row["config"])})
         for row in rows
-        if row["status"] == "finished"
+        if row.pop("status") == "finished"
     ]
     baselines = [arm for arm in arms if arm.kind is ArmKind.BASELINE]
     if len(baselines) != 1:
@@ -203,7 +150,7 @@ class _ScopeQuestions:
         return cls(indices, texts, QuestionClusters(len(indices), tasks, texts_in_task), chance)
 
 
-def read_answers(store: Store, baseline: FinishedArm, others: Sequence[FinishedArm]) -> AnswerSheets:
+def read_answers(store: Store, baseline: ArmRecord, others: Sequence[ArmRecord]) -> AnswerSheets:
     """Return the answers of a baseline and of other arms."""
     table = store.query(
         "SELECT arm_id, task, question, recall, doc_hash, correct FROM answers"
@@ -226,7 +173,7 @@ def read_answers(store: Store, baseline: FinishedArm, others: Sequence[FinishedA
     )
 
 
-def _chance(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> np.ndarray:
+def _chance(store: Store, baseline: ArmRecord, tasks: np.ndarray) -> np.ndarray:
     """Return 1 / choices, the accuracy of guessing, for each question. NaN stands for answers without choices
     (generated texts, a single likelihood) and for tasks with partial credit, whose grade is not that of the likeliest
     choice. Choices that differ in frequency can be guessed more often.
@@ -267,7 +214,7 @@ def _by_arm(table: pa.Table) -> dict[str, pa.Table]:
     return sheets
 
 
-def _check_questions(arm: FinishedArm, sheet: pa.Table, baseline_sheet: pa.Table) -> None:
+def _check_questions(arm: ArmRecord, sheet: pa.Table, baseline_sheet: pa.Table) -> None:
     if not sheet.drop_columns(["arm_id", "correct"]).equals(baseline_sheet.drop_columns(["arm_id", "correct"])):
         questions = f"{sheet.num_rows} questions (baseline {baseline_sheet.num_rows})"
         if sheet.num_rows == baseline_sheet.num_rows:
@@ -275,7 +222,7 @@ def _check_questions(arm: FinishedArm, sheet: pa.Table, baseline_sheet: pa.Table
         raise VerdictError(f"arm {arm.name} answered {questions}. Evaluate it again")
 
 
-def _scopes(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> dict[Scope, np.ndarray]:
+def _scopes(store: Store, baseline: ArmRecord, tasks: np.ndarray) -> dict[Scope, np.ndarray]:
     rows = store.query(
         "SELECT scope, recall, list(DISTINCT task) AS tasks FROM"
         " (SELECT task, recall, unnest(task_scopes(task, recall)) AS scope FROM answers"
@@ -291,7 +238,7 @@ def _scopes(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> dict[Scop
     return scopes
 
 
-def _groups(store: Store, baseline: FinishedArm) -> dict[str, list[str]]:
+def _groups(store: Store, baseline: ArmRecord) -> dict[str, list[str]]:
     """Return the tasks of each requested group; empty without groups."""
     (row,) = store.query(
         "SELECT runs.config->>'groups' AS groups FROM runs JOIN arms USING (run_id) WHERE arm_id = ?", [baseline.arm_id]

@@ -23,25 +23,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from headscan.store.records import ArmKind
+from headscan.store.records import ArmKind, ArmRecord
 from headscan.store.scan_tables import literal
 from headscan.store.store import Store
 from headscan.store.tables import ALL_TASKS, CONFIRMATION, SELECTION, SPLIT_VERDICTS
 from headscan.store.verdict_limits import MAX_LOSS, MIN_RETAINED
-from headscan.verdicts.answer_sheets import (
-    BENCHMARK,
-    AnswerSheets,
-    FinishedArm,
-    can_be_judged,
-    finished_arms,
-    read_answers,
-)
+from headscan.verdicts.answer_sheets import BENCHMARK, AnswerSheets, can_be_judged, finished_arms, read_answers
+from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.controls import SelectedRank, Standing, controls_needed, controls_of, judge_controls
 from headscan.verdicts.judge import Verdict, arm_verdict, benchmark_points
 from headscan.verdicts.metrics import read_metrics
 from headscan.verdicts.verdict_rows import differences_by_arm, rows_of_arm
 from headscan.verdicts.verdict_table import verdict_text
-from headscan.verdicts.verdict_words import ArmVerdict
 
 #: A sweep selects one arm of each kind, because rules and masks are used differently.
 KINDS = (ArmKind.RULE, ArmKind.MASK)
@@ -246,8 +239,8 @@ class _Selected(NamedTuple):
     """
 
     judged: Mapping[str, ArmVerdict]
-    best: list[tuple[FinishedArm, Candidate, int]]
-    randoms: dict[ArmKind, list[tuple[FinishedArm, Candidate]]]
+    best: list[tuple[ArmRecord, Candidate, int]]
+    randoms: dict[ArmKind, list[tuple[ArmRecord, Candidate]]]
 
 
 class SweepConfirmation:
@@ -259,7 +252,7 @@ class SweepConfirmation:
         self._baseline, self._finished = finished.baseline, finished.others
         # Later evaluations into the run change neither the choice nor its rank. In a run that no sweep made, all arms
         # count.
-        self._arms = tuple(arm for arm in finished.others if arm.swept) or finished.others
+        self._arms = tuple(arm for arm in finished.others if arm.config.get("swept")) or finished.others
         self._scored = [
             arm for arm in self._arms if arm.kind in KINDS and arm.criterion is not None and arm.ablated_share
         ]
@@ -306,11 +299,11 @@ class SweepConfirmation:
         self,
         judged: Mapping[str, ArmVerdict],
         safe: Mapping[str, bool],
-        curves: Mapping[ArmKind, Sequence[Sequence[FinishedArm]]],
+        curves: Mapping[ArmKind, Sequence[Sequence[ArmRecord]]],
     ) -> _Selected:
         """Return the best arm of each kind and of each random curve; ``judged`` and ``safe`` are by arm name."""
 
-        def best_of(arms: Sequence[FinishedArm]) -> list[tuple[FinishedArm, Candidate, int]]:
+        def best_of(arms: Sequence[ArmRecord]) -> list[tuple[ArmRecord, Candidate, int]]:
             candidates = [
                 Candidate(
                     arm.name,
@@ -413,9 +406,9 @@ class SweepConfirmation:
 
     def _rank(
         self,
-        arm: FinishedArm,
+        arm: ArmRecord,
         best: Candidate,
-        randoms: Sequence[tuple[FinishedArm, Candidate]],
+        randoms: Sequence[tuple[ArmRecord, Candidate]],
         points: Mapping[str, float],
     ) -> SelectedRank:
         """Return the rank of a selected arm among the best arms of random curves."""
@@ -432,12 +425,12 @@ class SweepConfirmation:
         """Return the number of curves of scores of a kind."""
         return len({(arm.criterion, arm.selection) for arm in self._scored if arm.kind is kind})
 
-    def _random_curves(self, kind: ArmKind) -> list[list[FinishedArm]]:
+    def _random_curves(self, kind: ArmKind) -> list[list[ArmRecord]]:
         """Return a kind's random curves: the controls of one seed, one at each nominal share of the kind's arms."""
         scored = [arm for arm in self._scored if arm.kind is kind]
         shares = {None if arm.share is None else round(arm.share, 9) for arm in scored}
         replacements = {arm.replacement for arm in scored}
-        curves: dict[tuple[Any, ...], dict[float, FinishedArm]] = defaultdict(dict)
+        curves: dict[tuple[Any, ...], dict[float, ArmRecord]] = defaultdict(dict)
         for arm in self._arms:
             if arm.kind is not kind.control or arm.seed is None or arm.share is None or not arm.ablated_share:
                 continue
@@ -445,7 +438,7 @@ class SweepConfirmation:
                 curves[arm.replacement, arm.seed][round(arm.share, 9)] = arm
         return [list(curve.values()) for curve in curves.values() if curve.keys() == shares]
 
-    def _rows_of_part(self, arms: Sequence[FinishedArm], part: str) -> list[dict[str, Any]]:
+    def _rows_of_part(self, arms: Sequence[ArmRecord], part: str) -> list[dict[str, Any]]:
         """Return the rows of ``split_verdicts`` of arms on one part; those that the store lacks are computed."""
         arm_ids = {arm.arm_id for arm in arms}
         rows = [row for row in self._recorded if row["part"] == part and row["arm_id"] in arm_ids]
@@ -456,7 +449,7 @@ class SweepConfirmation:
             rows += [row for arm in arms_without_rows for row in _split_rows(answers, self._baseline, arm, part)]
         return rows
 
-    def _points(self, arms: Sequence[FinishedArm]) -> dict[str, float]:
+    def _points(self, arms: Sequence[ArmRecord]) -> dict[str, float]:
         """Return the benchmark differences of arms on the judging part, in percentage points by arm id; empty without a
         benchmark.
         """
@@ -468,7 +461,7 @@ class SweepConfirmation:
         baseline = answers.correct[self._baseline.arm_id]
         return {arm.arm_id: answers.difference(BENCHMARK, baseline, answers.correct[arm.arm_id]) for arm in arms}
 
-    def _answers(self, arms: Sequence[FinishedArm], part: str) -> AnswerSheets:
+    def _answers(self, arms: Sequence[ArmRecord], part: str) -> AnswerSheets:
         with self._store.reading():
             parts = self._store.query(
                 "SELECT part FROM all_question_split WHERE run_id = ? ORDER BY task, question", [self._run_id]
@@ -489,7 +482,7 @@ def _may_be_selected(verdict: ArmVerdict) -> bool:
 
 
 def _rejudged(
-    rows: Sequence[dict[str, Any]], arms: Sequence[FinishedArm], comparisons: Comparisons
+    rows: Sequence[dict[str, Any]], arms: Sequence[ArmRecord], comparisons: Comparisons
 ) -> list[dict[str, Any]]:
     """Return rows of ``split_verdicts`` whose verdicts on the confirmation part count the comparisons."""
     by_id = {arm.arm_id: arm for arm in arms}
@@ -514,7 +507,7 @@ def _by_key(rows: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, A
     return {tuple(row[key] for key in SPLIT_VERDICTS.keys[0]): row for row in rows}
 
 
-def _split_rows(answers: AnswerSheets, baseline: FinishedArm, arm: FinishedArm, part: str) -> list[dict[str, Any]]:
+def _split_rows(answers: AnswerSheets, baseline: ArmRecord, arm: ArmRecord, part: str) -> list[dict[str, Any]]:
     """Return an arm's rows of ``split_verdicts`` on one part; `_rejudged` judges those of the confirmation part."""
     rows = rows_of_arm(answers, baseline, arm)
     verdict = arm_verdict(arm, differences_by_arm(rows).get(arm.arm_id, {}))

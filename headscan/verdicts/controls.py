@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from headscan.store.records import ArmKind
+from headscan.store.records import ArmKind, ArmRecord
 from headscan.store.tables import BITS_PER_BYTE, LOSS
-from headscan.verdicts.answer_sheets import FinishedArm
 from headscan.verdicts.metrics import Increase, TaskMetric
 from headscan.verdicts.paired import PairedDifference
 
@@ -218,8 +217,8 @@ class PrunedControls:
 
 
 def pruned_controls(
-    arm: FinishedArm,
-    others: Sequence[FinishedArm],
+    arm: ArmRecord,
+    others: Sequence[ArmRecord],
     differences: Mapping[str, PairedDifference],
     metrics: Mapping[str, Sequence[TaskMetric]],
 ) -> tuple[PrunedControls, ...]:
@@ -235,7 +234,7 @@ def pruned_controls(
             losses = [loss_increase(metrics.get(member.arm_id, ())) for member in members]
             controls.append(
                 PrunedControls(
-                    members[0].layers_dropped if kind is ArmKind.LAYERS_DROPPED else None,
+                    members[0].config.get("layers_dropped") if kind is ArmKind.LAYERS_DROPPED else None,
                     members[0].ablated_share,
                     tuple(differences[member.arm_id] for member in members if member.arm_id in differences),
                     tuple(loss for loss in losses if loss is not None),
@@ -250,7 +249,7 @@ def loss_increase(metrics: Sequence[TaskMetric]) -> Increase | None:
     return increase_of.get(LOSS) or increase_of.get(BITS_PER_BYTE)
 
 
-def _alike(one: FinishedArm, other: FinishedArm) -> bool:
+def _alike(one: ArmRecord, other: ArmRecord) -> bool:
     """Return True if two arms have the same nominal share and the same further settings."""
     same_share = one.share is not None and other.share is not None and math.isclose(one.share, other.share)
     return same_share and one.selection == other.selection
@@ -261,13 +260,14 @@ def same_size(one: float | None, other: float | None) -> bool:
     return one is not None and other is not None and abs(one - other) <= SAME_SIZE * max(one, other)
 
 
-def controls_of(arm: FinishedArm, others: Sequence[FinishedArm]) -> list[FinishedArm]:
+def controls_of(arm: ArmRecord, others: Sequence[ArmRecord]) -> list[ArmRecord]:
     """Return the random arms of the same nominal share or size."""
     randoms = [other for other in others if other.kind is arm.kind.control and other.replacement == arm.replacement]
     if arm.kind.shrinks_cache:
         # A plan read forward is not compared with one that evicts keys, nor one by layer with one by head.
-        alike = (arm.selection, arm.kv_shares, arm.granularity)
-        randoms = [each for each in randoms if (each.selection, each.kv_shares, each.granularity) == alike]
+        settings = ("kv_shares", "granularity")
+        alike = (arm.selection, *map(arm.config.get, settings))
+        randoms = [each for each in randoms if (each.selection, *map(each.config.get, settings)) == alike]
     if arm.kind.is_pruned:  # a control has the same unit and repair
         return [other for other in randoms if _alike(arm, other)]
     same_share = [
@@ -278,7 +278,7 @@ def controls_of(arm: FinishedArm, others: Sequence[FinishedArm]) -> list[Finishe
     return same_share or [other for other in randoms if same_size(arm.ablated_share, other.ablated_share)]
 
 
-def judge_controls(others: Sequence[FinishedArm], points: Mapping[str, float]) -> dict[str, Controls]:
+def judge_controls(others: Sequence[ArmRecord], points: Mapping[str, float]) -> dict[str, Controls]:
     """Compare arms with their random controls, by arm id. ``points`` are benchmark differences to the baseline in
     percentage points; arms without controls or difference are left out.
     """
@@ -290,14 +290,14 @@ def judge_controls(others: Sequence[FinishedArm], points: Mapping[str, float]) -
     }
 
 
-def _number_tried(arm: FinishedArm, others: Sequence[FinishedArm]) -> int:
+def _number_tried(arm: ArmRecord, others: Sequence[ArmRecord]) -> int:
     """Return the number of arms like this one that scores chose; 1 for other arms."""
     if arm.criterion is None:
         return 1
     return sum(other.kind is arm.kind and other.criterion is not None for other in others)
 
 
-def _against(arm: FinishedArm, controls: Sequence[FinishedArm], points: Mapping[str, float], tried: int) -> Controls:
+def _against(arm: ArmRecord, controls: Sequence[ArmRecord], points: Mapping[str, float], tried: int) -> Controls:
     control_points = [points[control.arm_id] for control in controls]
     shares = [control.ablated_share for control in controls if control.ablated_share is not None]
     return Controls(

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Protocol, TypeVar
 
+from headscan.store.records import ArmKind
 from headscan.store.store import Store
+from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.head_effects import Effect, read_arms, read_baseline
 from headscan.verdicts.judge import Verdict
-from headscan.verdicts.verdict_words import ArmVerdict
 
 
 class CurvePoint(Protocol):
@@ -49,7 +50,7 @@ class CriterionPoint:
     criterion: str
     selection: str
     share: float
-    arm: ArmVerdict
+    verdict: ArmVerdict
     heads: frozenset[tuple[int, int]]
 
     @property
@@ -69,21 +70,14 @@ def heads_of_arms(store: Store, run_id: str) -> dict[str, set[tuple[int, int]]]:
 
 def criterion_points(store: Store, verdict: Verdict) -> list[CriterionPoint]:
     """Return the points of all arms whose heads a criterion chose, by criterion and share."""
-    rows = store.query(
-        "SELECT name, criterion, selection, share, config FROM arms"
-        " WHERE run_id = ? AND kind IN ('mask', 'pruned') AND criterion IS NOT NULL AND share IS NOT NULL",
-        [verdict.run_id],
-    ).to_pylist()
     heads = heads_of_arms(store, verdict.run_id)
-    outcomes = verdict.by_name
     points = []
-    for row in rows:
-        config = json.loads(row["config"] or "{}")
-        is_referee_arm = "criterion" in config or "repair" in config
-        if is_referee_arm and row["name"] in outcomes:
-            arm = outcomes[row["name"]]
-            removed = frozenset(heads.get(row["name"], ()))
-            points.append(CriterionPoint(row["criterion"], row["selection"] or "", row["share"], arm, removed))
+    for judged in verdict.by_name.values():
+        arm = judged.arm
+        is_referee_arm = "criterion" in arm.config or "repair" in arm.config
+        if arm.kind in (ArmKind.MASK, ArmKind.PRUNED) and is_referee_arm and arm.criterion and arm.share is not None:
+            removed = frozenset(heads.get(arm.name, ()))
+            points.append(CriterionPoint(arm.criterion, arm.selection or "", arm.share, judged, removed))
     return sorted(points, key=lambda point: (point.curve, point.share))
 
 

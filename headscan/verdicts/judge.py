@@ -8,17 +8,18 @@ from html import escape
 from typing import Any
 
 from headscan.errors import VerdictError
+from headscan.store.records import ArmRecord
 from headscan.store.store import Store
 from headscan.store.tables import LOSS
 from headscan.store.verdict_limits import BENCHMARK_SPLITS, MAX_LOSS, RECALL_SPLITS
-from headscan.verdicts.answer_sheets import BENCHMARK, FinishedArm, Scope, finished_arms
+from headscan.verdicts.answer_sheets import BENCHMARK, Scope, finished_arms
+from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.controls import Controls, PrunedControls, judge_controls, pruned_controls
 from headscan.verdicts.metrics import Increase, TaskMetric, read_metrics
 from headscan.verdicts.paired import PairedDifference
 from headscan.verdicts.scope_verdicts import RecallVerdict, task_verdicts, widened_differences
 from headscan.verdicts.verdict_rows import differences_by_arm, read_verdict_rows
 from headscan.verdicts.verdict_table import verdict_html, verdict_text
-from headscan.verdicts.verdict_words import ArmVerdict
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Verdict:
 
     def sentences(self) -> list[str]:
         """Return one sentence per arm that is no control, after the progress if arms are unfinished."""
-        lines = [arm.sentence() for arm in self.by_name.values() if not arm.is_control]
+        lines = [arm.sentence() for arm in self.by_name.values() if not arm.kind.is_control]
         return [f"{self.progress}.", *lines] if self.progress else lines
 
 
@@ -143,7 +144,7 @@ def benchmark_points(differences: Mapping[str, Mapping[Scope, PairedDifference]]
 
 
 def arm_verdict(
-    arm: FinishedArm,
+    arm: ArmRecord,
     differences: Mapping[Scope, PairedDifference],
     *,
     metrics: tuple[TaskMetric, ...] = (),
@@ -167,7 +168,7 @@ def arm_verdict(
     recall_comparisons = comparisons if recall_comparisons is None else recall_comparisons
     widened = widened_differences(differences, comparisons, recall_comparisons)
     return ArmVerdict(
-        **vars(arm),
+        arm=arm,
         recall=tuple(
             RecallVerdict(scope.task, paired, recall_share, recall_comparisons)
             for scope, paired in widened.items()

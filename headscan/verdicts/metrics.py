@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from headscan.store.records import ArmRecord
 from headscan.store.store import Store
 from headscan.store.tables import ACCURACY, BITS_PER_BYTE, BLEU, LOSS
 from headscan.store.verdict_limits import MIN_EVIDENCE_TEXTS, MIN_TEXTS_IN_LIMIT, POWER, TAIL, z_quantile
-from headscan.verdicts.answer_sheets import FinishedArm
 from headscan.verdicts.paired import Interval, t_quantile
 
 
@@ -327,7 +327,7 @@ def resample_weights(metric: str, units: int, drawn: int, resamples: int) -> np.
 
 
 def read_metrics(
-    store: Store, run_id: str, baseline: FinishedArm, *, comparisons: int = 1, arm_ids: Sequence[str] | None = None
+    store: Store, run_id: str, baseline: ArmRecord, *, comparisons: int = 1, arm_ids: Sequence[str] | None = None
 ) -> Mapping[str, tuple[TaskMetric, ...]]:
     """Return the metrics of tasks without right answers, by arm id. The interval of a loss is widened for the number of
     tasks with a loss, because a verdict counts each of them; None as ``arm_ids`` reads all arms.
@@ -362,7 +362,7 @@ def read_metrics(
 def _increases(
     store: Store,
     run_id: str,
-    baseline: FinishedArm,
+    baseline: ArmRecord,
     task: str,
     metric: str,
     comparisons: int,

@@ -19,13 +19,12 @@ from headscan.errors import VerdictError
 from headscan.store.store import Store
 from headscan.store.tables import LOSS
 from headscan.verdicts.answer_sheets import finished_arms
+from headscan.verdicts.arm_verdict import ArmVerdict, Aspect, Outcome, loss_words
 from headscan.verdicts.controls import loss_increase
-from headscan.verdicts.decision import Aspect, Outcome
 from headscan.verdicts.judge import judge
 from headscan.verdicts.metrics import Increase, exceeds, read_metrics
 from headscan.verdicts.paired import PairedDifference
 from headscan.verdicts.scope_verdicts import RecallVerdict
-from headscan.verdicts.verdict_words import ArmVerdict, loss_words
 
 
 @dataclass(frozen=True)
@@ -123,8 +122,8 @@ def share_verdict(judged: ArmVerdict, share: float) -> ShareVerdict:
         judged.why,
         accuracy=judged.accuracy,
         recall=judged.judged_recall,
-        cache_left=judged.cache_left,
-        weights_left=judged.weights_left,
+        cache_left=judged.arm.cache_left,
+        weights_left=judged.arm.weights_left,
         recall_unknown=judged.recall_unknown,
         texts_needed=next((gap.needed or 0 for gap in judged.decision.gaps if gap.aspect is Aspect.TEXT), None),
     )

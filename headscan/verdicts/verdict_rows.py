@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from headscan.store.records import ArmRecord
 from headscan.store.store import Store
 from headscan.store.tables import TABLES
-from headscan.verdicts.answer_sheets import AnswerSheets, FinishedArm, Scope, finished_arms, read_answers
+from headscan.verdicts.answer_sheets import AnswerSheets, Scope, finished_arms, read_answers
 from headscan.verdicts.paired import Interval, PairedDifference
 from headscan.verdicts.scope_verdicts import RecallVerdict, TaskVerdict, task_verdicts
 
@@ -58,7 +59,7 @@ def read_verdict_rows(store: Store, run_id: str) -> VerdictRows:
     return VerdictRows(stored, [row for arm_rows in rows_by_arm for row in arm_rows])
 
 
-def rows_of_arm(answers: AnswerSheets, baseline: FinishedArm, arm: FinishedArm) -> list[dict[str, Any]]:
+def rows_of_arm(answers: AnswerSheets, baseline: ArmRecord, arm: ArmRecord) -> list[dict[str, Any]]:
     """Return the ``arm_verdicts`` rows of an arm, for every scope."""
     rows = []
     for scope in answers.scopes:
@@ -105,7 +106,7 @@ _RETAINED_SHARES = {"retained": "value", "retained_low": "low", "retained_high":
 _EQUAL_COLUMNS = ("questions", "gained", "lost", "p_value", "texts", "texts_differ", "degrees_of_freedom")
 
 
-def _verdict_row(arm: FinishedArm, scope: Scope, paired: PairedDifference) -> dict[str, Any]:
+def _verdict_row(arm: ArmRecord, scope: Scope, paired: PairedDifference) -> dict[str, Any]:
     """Return the row of a difference, without verdicts; `_difference` reads it."""
     retained = paired.retained
     return {

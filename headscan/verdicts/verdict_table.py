@@ -8,7 +8,7 @@ from html import escape
 from headscan.store.tables import ACCURACY, LOSS
 from headscan.store.verdict_limits import limits_words
 from headscan.text_tables import html_table, text_table
-from headscan.verdicts.verdict_words import ArmVerdict
+from headscan.verdicts.arm_verdict import ArmVerdict
 
 
 def verdict_text(arms: Iterable[ArmVerdict]) -> str:
@@ -16,7 +16,7 @@ def verdict_text(arms: Iterable[ArmVerdict]) -> str:
 
     ``--json`` and the report have sentences with all numbers instead.
     """
-    listed = [arm for arm in arms if not arm.is_control]
+    listed = [arm for arm in arms if not arm.kind.is_control]
     if not listed:
         return ""
     paragraphs = [_whole_model(listed[0]), text_table(_table_rows(listed)), verdict_notes(listed)]
@@ -25,7 +25,7 @@ def verdict_text(arms: Iterable[ArmVerdict]) -> str:
 
 def verdict_html(arms: Iterable[ArmVerdict]) -> str:
     """Return `verdict_text` as HTML."""
-    listed = [arm for arm in arms if not arm.is_control]
+    listed = [arm for arm in arms if not arm.kind.is_control]
     if not listed:
         return ""
     notes = escape(verdict_notes(listed)).replace("\n", "<br>")
@@ -66,16 +66,16 @@ def _table_rows(arms: Sequence[ArmVerdict]) -> list[dict[str, str]]:
     return [{name: row.get(name, "") for name in names} for row in rows]
 
 
-def _arm_cells(arm: ArmVerdict) -> dict[str, str]:
+def _arm_cells(verdict: ArmVerdict) -> dict[str, str]:
     """Return the cells of one arm by column; what was not measured has none."""
-    cells = {"arm": arm.name, "heads": "" if arm.size is None else f"{arm.size:.1%}"}
-    if (accuracy := arm.value(ACCURACY)) is not None:
+    cells = {"arm": verdict.name, "heads": "" if (size := verdict.arm.size) is None else f"{size:.1%}"}
+    if (accuracy := verdict.value(ACCURACY)) is not None:
         cells["accuracy"] = accuracy.words(1)
-    if (loss := arm.value(LOSS)) is not None:
+    if (loss := verdict.value(LOSS)) is not None:
         cells["loss"] = loss.words(4)
-    cells |= {each.family: each.numbers() for each in arm.judged_recall}
-    if arm.accuracy is None:
+    cells |= {each.family: each.numbers() for each in verdict.judged_recall}
+    if verdict.accuracy is None:
         return cells
-    if arm.controls is not None:
-        cells["random worse"] = arm.controls.standing()
-    return cells | {"verdict": arm.label}
+    if verdict.controls is not None:
+        cells["random worse"] = verdict.controls.standing()
+    return cells | {"verdict": verdict.label}

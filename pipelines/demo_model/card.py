@@ -107,7 +107,7 @@ def _ablation_cost(tables: StoreTables) -> list[str]:
         "| arm | heads ablated | accuracy | difference | 95 % interval |",
         "| :--- | ---: | ---: | ---: | :--- |",
         *(
-            f"| {arm.name} | {arm.ablated_share or 0:.1%} | {arm.paired.arm:.1f} % | {arm.paired.difference:+.1f} "
+            f"| {arm.name} | {arm.arm.ablated_share or 0:.1%} | {arm.paired.arm:.1f} % | {arm.paired.difference:+.1f} "
             f"| {arm.paired.low:+.1f} to {arm.paired.high:+.1f} |"
             for arm in verdict.arms
         ),

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headscan.catalog import STATISTICS, panel_names
-from headscan.store.records import ArmKind, ArmRecord, RunRecord
+from headscan.store.records import ArmKind, RunRecord
 from headscan.store.store import Store
 from tests.benchmarks.measuring import Table, show
 from tests.numbers.plan_fixtures import site
+from tests.stores import begin_arm
 
 _GROUP, _TOKENS = 8, 1024
 #: Sequences of a shard.
@@ -120,7 +121,7 @@ def made_up_answers(store: Store, arms: int) -> str:
         for arm in range(arms + 1):
             kind = ArmKind.MASK if arm else ArmKind.BASELINE
             name = f"mask {arm}" if arm else "baseline"
-            arm_ids.append(store.begin_arm(ArmRecord(run_id, name, kind, share=arm / 1000)).arm_id)
+            arm_ids.append(begin_arm(store, run_id, name, kind, share=arm / 1000))
     # Some tasks have many questions, others few.
     task = f"format('mmlu_{{:02d}}', floor({_TASKS} * (i / {_QUESTIONS}) ** 1.5)::INTEGER)"
     with store.connect() as connection:

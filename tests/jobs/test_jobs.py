@@ -145,7 +145,7 @@ def test_a_rule_by_hand_has_random_controls(
     judged = jobs.evaluate(evaluation, tmp_path / "s.duckdb", arms, devices=cpu, say=quiet).by_name
     controls = judged["rule output_norm_ln 0.7 20%"].controls
     assert controls is not None and controls.arms == tuple(f"random rule 20% seed {seed}" for seed in range(3))
-    assert (judged[rule.name].criterion, judged[rule.name].share) == ("output_norm_ln", 0.2)
+    assert (judged[rule.name].arm.criterion, judged[rule.name].arm.share) == ("output_norm_ln", 0.2)
     without = jobs.rule_arm(headscan.HeadRule("output_norm_ln", np.float32(0.5)))
     (alone,) = jobs.evaluate(evaluation, tmp_path / "t.duckdb", [without], devices=cpu, say=quiet).arms
     assert alone.controls is None and alone.name == "rule output_norm_ln 0.5"

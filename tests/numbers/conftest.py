@@ -11,10 +11,10 @@ import pyarrow as pa
 import pytest
 
 from headscan.catalog import PROFILES, STATISTICS
-from headscan.store.records import ArmRecord, RunRecord, ShardRecord, ShardToWrite
+from headscan.store.records import RunRecord, ShardRecord, ShardToWrite
 from headscan.store.store import Store
 from headscan.verdicts import paired
-from tests.stores import copy_store
+from tests.stores import begin_arm, copy_store
 
 
 def compare(
@@ -147,9 +147,9 @@ def evaluate(tmp_path: Path, empty_store: Path) -> Callable[..., tuple[Store, st
             record = RunRecord("evaluate", f"e{config}", "tiny", LAYERS, HEADS, config=config)
             run_id = store.begin_run(record).run_id
             for name, (kind, correct, ablated_share, fields) in arms.items():
-                state = store.begin_arm(ArmRecord(run_id, name, kind, **fields))  # type: ignore[arg-type]
+                arm_id = begin_arm(store, run_id, name, kind, **fields)
                 answers = answer_table(tasks[: len(correct)], correct)
-                store.finish_arm(state.arm_id, answers, ablated_share=ablated_share)
+                store.finish_arm(arm_id, answers, ablated_share=ablated_share)
             store.finish_run(run_id)
         return store, run_id
 

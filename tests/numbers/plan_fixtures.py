@@ -9,8 +9,9 @@ import numpy as np
 import pyarrow as pa
 
 from headscan.catalog import PROFILES, STATISTICS
-from headscan.store.records import ArmRecord, RunRecord, ShardRecord, ShardToWrite
+from headscan.store.records import RunRecord, ShardRecord, ShardToWrite
 from headscan.store.store import Store
+from tests.stores import begin_arm
 
 SINK, RECENT = 4, 16
 
@@ -135,9 +136,9 @@ def write_evaluation(store: Store, seeds: int = 3, questions: int = 800, prefix:
         for name, kind, zeroed, loss in arms:
             correct = baseline.copy()
             correct[rng.choice(np.flatnonzero(baseline), loss, replace=False)] = False
-            state = store.begin_arm(ArmRecord(run_id, name, kind))  # type: ignore[arg-type]
+            arm_id = begin_arm(store, run_id, name, kind)
             table = {"task": ["sums"] * questions, "question": np.arange(questions), "correct": correct.astype(float)}
-            store.finish_arm(state.arm_id, pa.table(table), ablated_share=zeroed)
+            store.finish_arm(arm_id, pa.table(table), ablated_share=zeroed)
         store.finish_run(run_id)
     return run_id
 

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 
 from headscan.catalog import SCORES
-from headscan.store.records import ArmRecord
 from headscan.store.store import Store
 from tests.numbers.plan_fixtures import evaluation_record
+from tests.stores import arm_record
 
 BASELINE = 0.7
 RECALL_TASKS = ("needle@512", "needle@1024", "copying@512")
@@ -55,15 +55,15 @@ def write_sweep(
     # One opening of the file for all arms: the store's own methods open it for each.
     with store.one_transaction():
         run_id = store.begin_run(begun).run_id
-        records = [ArmRecord(run_id, "baseline", "baseline")]
+        records = [arm_record(run_id, "baseline", "baseline")]
         for kind in kinds:
             for share in shares:
                 for score in scores:
                     name = f"{kind} {score} {share:.0%}"
-                    records.append(ArmRecord(run_id, name, kind, criterion=score, share=share, measured=SWEPT))  # type: ignore[arg-type]
+                    records.append(arm_record(run_id, name, kind, criterion=score, share=share, config=SWEPT))
                 for seed in range(seeds):
                     name = f"random {kind} {share:.0%} seed {seed}"
-                    drawn = ArmRecord(run_id, name, f"random_{kind}", share=share, seed=seed, measured=SWEPT)  # type: ignore[arg-type]
+                    drawn = arm_record(run_id, name, f"random_{kind}", share=share, seed=seed, config=SWEPT)
                     records.append(drawn)
         for record in records:
             share = record.share or 0.0
@@ -80,7 +80,7 @@ def write_sweep(
                 "recall": ~in_benchmark,
                 "correct": correct.astype(float),
             }
-            arm_id = store.begin_arm(record).arm_id
-            store.finish_arm(arm_id, pa.table(answers), ablated_share=realised(record.criterion, share))
+            store.begin_arm(record)
+            store.finish_arm(record.arm_id, pa.table(answers), ablated_share=realised(record.criterion, share))
         store.finish_run(run_id)
     return run_id

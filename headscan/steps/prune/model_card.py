@@ -10,9 +10,9 @@ from headscan.export.servable_model import serving_commands
 from headscan.steps.prune.held_out_losses import loss_rows
 from headscan.steps.prune.model_costs import CostComparison
 from headscan.steps.prune.pruned_arms import BuiltModel, skipped_layers
+from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.controls import loss_increase
 from headscan.verdicts.judge import Verdict
-from headscan.verdicts.verdict_words import ArmVerdict
 
 
 def cost_rows(costs: CostComparison) -> list[tuple[str, str, str]]:

@@ -10,10 +10,10 @@ from itertools import chain
 from headscan.catalog import RANDOM
 from headscan.store.tables import ACCURACY, BLEU, LOSS
 from headscan.text_tables import text_table
+from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.controls import loss_increase
 from headscan.verdicts.criterion_points import ALL_SITES, Agreement, CriterionPoint, SitePoint, agreements, by_curve
 from headscan.verdicts.metrics import METRICS
-from headscan.verdicts.verdict_words import ArmVerdict
 
 #: Title of a measure's table; all others are recall families.
 _TITLES = {
@@ -108,7 +108,7 @@ def _tau_table(agreements: Sequence[Agreement]) -> str:
 
 def _measures(points: Sequence[CriterionPoint], controls: Sequence[ArmVerdict]) -> dict[str, str]:
     """Return the unit of each measure that an arm has."""
-    arms = [*(point.arm for point in points), *controls]
+    arms = [*(point.verdict for point in points), *controls]
     families = dict.fromkeys(recall.family for arm in arms for recall in arm.judged_recall)
     unit = next((increase.unit for arm in arms if (increase := loss_increase(arm.metrics)) is not None), "")
     known = {LOSS: unit, ACCURACY: "points", **dict.fromkeys(families, "percent left")}
@@ -131,7 +131,7 @@ def _of_criteria(points: Sequence[CriterionPoint], measure: str, unit: str) -> l
         )
         for curve, members in curves.items()
         for point in members
-        if (change := point.arm.value(measure)) is not None
+        if (change := point.verdict.value(measure)) is not None
     ]
 
 
@@ -141,10 +141,8 @@ def _of_random(
     rows = []
     for kind in sorted({arm.kind for arm in controls}):
         for share in sorted({point.share for point in points}):
-            arms = [
-                arm for arm in controls if arm.kind is kind and arm.share is not None and math.isclose(arm.share, share)
-            ]
-            changes = [change.value for arm in arms if (change := arm.value(measure)) is not None]
+            drawn = [each for each in controls if each.kind is kind and math.isclose(each.arm.share or 0.0, share)]
+            changes = [change.value for each in drawn if (change := each.value(measure)) is not None]
             if changes:
                 mean, name = sum(changes) / len(changes), f"{kind.label}, mean"
                 rows.append(CriterionLoss(measure, unit, "self", name, "", share, mean, None, None))

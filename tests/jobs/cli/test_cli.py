@@ -23,11 +23,11 @@ from headscan.cli import main as main_module
 from headscan.cli.main import main
 from headscan.cli.option_parser import options_of
 from headscan.cli.results import Json, Result
-from headscan.store.records import ArmKind, ArmRecord, RunRecord
+from headscan.store.records import ArmKind, RunRecord
 from headscan.store.store import Store
 from tests.jobs.conftest import make_tokenizer
 from tests.small_models import make_model
-from tests.stores import copy_store
+from tests.stores import begin_arm, copy_store
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +214,7 @@ def test_a_report_leaves_out_an_evaluation_that_compares_nothing(
     scanned = own.runs("scan")[0]
     same = {name: scanned[name] for name in ("model_config_hash", "weights_hash", "tokenizer_hash")}
     record = RunRecord("evaluate", "alone", scanned["model"], scanned["num_layers"], scanned["num_heads"], **same)
-    own.begin_arm(ArmRecord(own.begin_run(record).run_id, "baseline", "baseline"))
+    begin_arm(own, own.begin_run(record).run_id, "baseline", "baseline")
     report = ["report", "--store", str(own.path), "--out", str(tmp_path / "r.html")]
     assert main(report) == 0
     assert "What ablating heads costs" not in (tmp_path / "r.html").read_text()

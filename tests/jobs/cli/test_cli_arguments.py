@@ -313,11 +313,11 @@ def test_good_values_are_read() -> None:
     assert (scan.devices.request.memory, scan.devices.timeouts.heartbeat) == (3 << 29, 300.0)
     assert scan.settings.values["statistics"] == ("entropy",)
     sweep = read(["sweep", "demo", "--tasks", "a, b", "--quantiles", "0,0.1", "--masks", "none"])
-    settings = sweep.arms.sweep.values
+    settings = sweep.arms.values
     assert sweep.tasks.names == ("a", "b") and settings["shares"] == (0.0, 0.1)
     assert settings["mask_criteria"] == () and "scores" not in settings
     evaluate = read(["evaluate", "demo", "--tasks", "a", "--heads", "3:5", "0:0", "--num-fewshot", "0"])
-    assert evaluate.arms.chosen().heads == ((3, 5), (0, 0))
+    assert evaluate.chosen().heads == ((3, 5), (0, 0))
     assert evaluate.tasks.prompts.values["num_fewshot"] == 0
     assert read(["place", "demo"]).machines.gpu_memory == 80 << 30
     assert read(["rank", "--limit", "0"]).limit == 0

@@ -57,7 +57,7 @@ def test_options_with_an_effect_are_taken(words: list[str]) -> None:
     ],
 )
 def test_options_of_a_score_name_the_score(words: list[str], score: str | None) -> None:
-    assert read_command(["evaluate", "demo", "--tasks", "mmlu", *words]).arms.chosen().criterion == score
+    assert read_command(["evaluate", "demo", "--tasks", "mmlu", *words]).chosen().criterion == score
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,10 @@ from headscan.checkpoints.source_folder import DEMO_FOLDER
 from headscan.cli.main import main, read_command
 from headscan.cli.option_parser import UsageError
 from headscan.plans import load_plan
-from headscan.store.records import ArmRecord, RunKind, RunRecord
+from headscan.store.records import RunKind, RunRecord
 from headscan.store.store import Store
 from tests.numbers.plan_fixtures import RECENT, SINK, everything, site, write_scan
+from tests.stores import begin_arm
 
 LAYERS, HEADS, TOKENS = 4, 4, [64, 200]
 
@@ -50,7 +51,7 @@ def test_status_shows_the_progress_of_arms(
 ) -> None:
     store = scan[0]
     run = store.begin_run(RunRecord(kind, "some", "tiny", LAYERS, HEADS, config={"requests": 20})).run_id
-    arms = [store.begin_arm(ArmRecord(run, name, "baseline")).arm_id for name in ("baseline", "other", "third")]
+    arms = [begin_arm(store, run, name, "baseline") for name in ("baseline", "other", "third")]
     answer = {"log_likelihood": -1.0, "greedy_tokens": 1, "text": None, "ablated_share": 0.0}
     import pyarrow as pa
 
@@ -79,7 +80,7 @@ def test_errors_are_short(command: list[str], message: str, capsys: pytest.Captu
 def test_heads_are_separated_by_commas_or_spaces() -> None:
     needed = ["evaluate", "demo", "--tasks", "x", "--heads"]
     for words in (["3:5,7:0"], ["3:5", "7:0"]):
-        assert read_command([*needed, *words]).arms.chosen().heads == ((3, 5), (7, 0))
+        assert read_command([*needed, *words]).chosen().heads == ((3, 5), (7, 0))
 
 
 def test_an_interrupt_stops_a_long_query(scan: tuple[Store, str]) -> None:

@@ -105,9 +105,9 @@ def test_the_members_of_a_list_in_a_file_may_contain_commas(tmp_path: Path) -> N
     file = tmp_path / "run.yaml"
     file.write_text('plan: ["a,b.json", c.json]\n')
     words = ["evaluate", "demo", "--config-file", str(file)]
-    assert main.read_command(words).arms.plans == ("a,b.json", "c.json")
+    assert main.read_command(words).arms.values["plans"] == ("a,b.json", "c.json")
     file.write_text("plan: a.json,c.json\n")
-    assert main.read_command(words).arms.plans == ("a.json", "c.json")
+    assert main.read_command(words).arms.values["plans"] == ("a.json", "c.json")
     file.write_text('plan: ["", c.json]\n')
     with pytest.raises(UsageError, match="has an empty member"):
         main.read_command(words)
@@ -121,7 +121,7 @@ def test_the_members_of_a_list_in_a_file_may_contain_commas(tmp_path: Path) -> N
 @pytest.mark.parametrize("values", [["1:2,0:3"], ["1:2", "0:3"], ["1:2, 0:3"]])
 def test_lists_are_separated_by_commas(values: list[str]) -> None:
     verb = main.read_command(["evaluate", "demo", "--tasks", "a,b", "--heads", *values])
-    assert (verb.tasks.names, verb.arms.chosen().heads) == (("a", "b"), ((1, 2), (0, 3)))
+    assert (verb.tasks.names, verb.chosen().heads) == (("a", "b"), ((1, 2), (0, 3)))
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

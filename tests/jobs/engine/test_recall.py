@@ -39,7 +39,7 @@ from headscan.texts.recall_tasks import (
     sentences,
 )
 from headscan.texts.token_requests import LogLikelihood, Request
-from headscan.verdicts.decision import Outcome
+from headscan.verdicts.arm_verdict import Outcome
 from headscan.verdicts.metrics import Increase
 from headscan.verdicts.ordered_shares import ShareVerdict
 from headscan.verdicts.paired import Interval, PairedDifference

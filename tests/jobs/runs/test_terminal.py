@@ -13,10 +13,11 @@ from headscan.cli.main import main
 from headscan.cli.option_parser import with_flags
 from headscan.cli.plan import Plan
 from headscan.runs.progress import Progress
-from headscan.store.records import ArmRecord, RunRecord
+from headscan.store.records import RunRecord
 from headscan.store.store import Store
 from headscan.text_tables import printable, printable_lines, say
 from tests.numbers.conftest import answer_table
+from tests.stores import begin_arm
 
 EVIL = "\x1b]0;owned\x07\x1b[31m\rname\x9b2J\u202egpj.exe\u2066\x00\x7f"
 _OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -33,7 +34,7 @@ def evil(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = Store(tmp_path_factory.mktemp("evil") / "evil.duckdb")
     run = RunRecord("evaluate", EVIL, EVIL, 1, 1, corpus=EVIL, code_version=EVIL, packages={EVIL: EVIL})
     run_id = store.begin_run(run).run_id
-    arm = store.begin_arm(ArmRecord(run_id, EVIL, "baseline")).arm_id
+    arm = begin_arm(store, run_id, EVIL, "baseline")
     store.finish_arm(arm, answer_table([EVIL], [1.0]), ablated_share=0.0)
     return store.path
 

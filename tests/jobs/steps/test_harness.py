@@ -147,7 +147,7 @@ def test_an_evaluation_stores_answers_and_resumes(
         assert mine["log_likelihoods"] == pytest.approx([value for value, _ in sample["filtered_resps"]], abs=1e-4)
     verdict = judge(store, run_id)
     assert verdict.arms[0].paired.questions == 12
-    assert verdict.arms[0].ablated_share == pytest.approx(2 / 18)
+    assert verdict.arms[0].arm.ablated_share == pytest.approx(2 / 18)
 
     # Again: both arms are there; one more arm joins the same run.
     again: list[str] = []

@@ -113,7 +113,7 @@ def test_a_model_without_a_head_answers_as_the_mask_of_that_head(
     assert max(moved) > 1e-3
     verdict = judge(store, run_id)
     of_model = next(arm for arm in verdict.arms if arm.name == arms[2].name)
-    assert of_model.kind is ArmKind.MODEL and of_model.ablated_share == 0.0
+    assert of_model.kind is ArmKind.MODEL and of_model.arm.ablated_share == 0.0
     sentence = of_model.sentence()
     assert sentence.startswith(f"model without-a-head {arms[2].name[-6:]}: not shown to be safe: ")
     assert "ablated" not in sentence and "control" not in sentence

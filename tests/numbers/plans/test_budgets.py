@@ -272,8 +272,9 @@ def test_other_things_than_plans_are_refused(plan: Any) -> None:
         lambda: planned_bytes(plan, 64),
         lambda: random_plan(plan, 0),
         lambda: check_model(plan, grid=()),
-        lambda: ChosenArms(plans=(plan,)),
     ]
+    if not isinstance(plan, str):
+        calls.append(lambda: ChosenArms(plans=(plan,)))  # reads files
     for call in calls:
         with pytest.raises(PlanError, match=r"`plan=.*` is no HeadPlan. Read it with load_plan"):
             call()

@@ -15,12 +15,13 @@ from headscan.cli.main import main
 from headscan.errors import SelectionError, StoreError
 from headscan.ranking.head_roles import RoleHead, find_mask, read_roles, survival
 from headscan.report.head_measures import read_head_tables
-from headscan.store.records import ArmRecord, RunRecord
+from headscan.store.records import RunRecord
 from headscan.store.site_rows import SiteHeads
 from headscan.store.store import Store
 from headscan.store.views import ROLES
 from headscan.verdicts.head_effects import HeadEffect
 from tests.numbers.conftest import HEADS, LAYERS, write_scan
+from tests.stores import begin_arm
 
 _BINS = len(PROFILES["argmax_offsets"].bins)
 ALL = LAYERS * HEADS
@@ -105,7 +106,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     ablated(store, "mean", "accuracy", [(-0.01, 0.2), (-0.009, 0.2), (0.1, 0.2), (-0.3, -0.2)])
     mask = store.add_mask("mine", [(0, 1), (0, 2), (2, 3)])
     run_id = store.begin_run(RunRecord("evaluate", "e", "tiny", LAYERS, HEADS)).run_id
-    store.begin_arm(ArmRecord(run_id, "pruned by hand", "pruned", mask_id=mask))
+    begin_arm(store, run_id, "pruned by hand", "pruned", mask_id=mask)
     with store.reading():
         yield store
 

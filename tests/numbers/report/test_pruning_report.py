@@ -13,11 +13,11 @@ import pytest
 from headscan.report.profile_charts import removed_map
 from headscan.report.saving_costs import pruning_section
 from headscan.report.share_chart import ArmPoint, pruning_figure
-from headscan.store.records import ArmRecord, RunRecord
+from headscan.store.records import RunRecord
 from headscan.store.store import Store
 from headscan.verdicts.judge import Verdict, judge
 from tests.numbers.conftest import HEADS, LAYERS, answer_table
-from tests.stores import copy_store
+from tests.stores import begin_arm, copy_store
 
 EVIL = "<script>alert('1')</script>"
 TASKS = np.repeat(["sums", "needle@512"], [400, 200])
@@ -53,8 +53,8 @@ def evaluation(tmp_path: Path, empty_store: Path) -> tuple[Store, dict[str, Any]
                 mask = store.add_mask(name, removed)
             config = {"method": EVIL, "skipped_layers": [1] if kind == "layers_dropped" else []}
             measured = {"before": cost(12, 0.08), "after": cost(12 - len(removed), 0.05)}
-            arm = ArmRecord(run_id, name, kind, mask, share=0.2, selection="head, o", config=config, measured=measured)  # type: ignore[arg-type]
-            state = store.begin_arm(arm)
+            settings = {"share": 0.2, "selection": "head, o", "config": config | measured}
+            arm_id = begin_arm(store, run_id, name, kind, mask_id=mask, **settings)
             right = RIGHT.copy()
             right[np.flatnonzero(RIGHT)[::3][:lost]] = 0
             text = answer_table(np.array(["text"] * PASSAGES), np.full(PASSAGES, np.nan))
@@ -68,13 +68,13 @@ def evaluation(tmp_path: Path, empty_store: Path) -> tuple[Store, dict[str, Any]
                 [{"task": "text", "is_group": False, "metric": "loss", "filter": "none", "value": 2 + increase,
                   "standard_error": None, "questions": PASSAGES}]
             )  # fmt: skip
-            store.finish_arm(state.arm_id, answers, results=results, ablated_share=len(removed) / 12)
+            store.finish_arm(arm_id, answers, results=results, ablated_share=len(removed) / 12)
         store.finish_run(run_id)
     return store, store.resolve_run(run_id, "evaluate"), judge(store, run_id)
 
 
 def points(verdict: Verdict) -> list[ArmPoint]:
-    return [ArmPoint(arm, EVIL, arm.ablated_share or 0.0, ARMS[arm.name][3]) for arm in verdict.arms]
+    return [ArmPoint(each, EVIL, each.arm.ablated_share or 0.0, ARMS[each.name][3]) for each in verdict.arms]
 
 
 def test_the_section_has_curves_map_losses_and_sizes(evaluation: tuple[Store, dict[str, Any], Verdict]) -> None:
@@ -111,7 +111,7 @@ def test_curves_hold_the_numbers_of_the_verdict(evaluation: tuple[Store, dict[st
 
 
 def test_the_map_shows_from_which_share_a_head_goes(evaluation: tuple[Store, dict[str, Any], Verdict]) -> None:
-    chosen = [point for point in points(evaluation[2]) if not point.arm.is_control]
+    chosen = [point for point in points(evaluation[2]) if not point.verdict.kind.is_control]
     figure = removed_map(chosen, dict.fromkeys(range(LAYERS), HEADS), "map")
     (cells,) = [trace for trace in figure.data if trace.type == "heatmap"]
     assert cells.z.tolist() == [[2, 0, 1, 2], [1, 2, 2, 2], [1, 2, 2, 0]]

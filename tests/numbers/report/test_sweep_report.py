@@ -18,7 +18,6 @@ from headscan.report.arm_chart import FRAME, recall_figure, safe_text, shares_fi
 from headscan.report.profile_charts import overlap_figure
 from headscan.report.share_chart import BEST_COLOURS, curves_figure, point_text
 from headscan.report.write_report import write_report
-from headscan.store.records import ArmRecord
 from headscan.store.store import Store
 from headscan.verdicts.confirmation import judge_sweep, record_confirmation
 from headscan.verdicts.curves import Curve, is_sweep, read_curves
@@ -26,6 +25,7 @@ from headscan.verdicts.judge import Verdict, judge
 from headscan.verdicts.verdict_rows import record_verdicts
 from tests.numbers.plan_fixtures import everything, site, write_scan
 from tests.numbers.sweep_fixtures import BASELINE, realised, write_sweep
+from tests.stores import begin_arm
 
 NAMES = tuple(SCORES)[:6]
 SHARES = (0.05, 0.1, 0.2)
@@ -293,6 +293,6 @@ def test_a_report_mentions_missing_arms(evaluate: Callable[..., tuple[Store, str
     store, run_id = evaluate(tasks, {"baseline": ("baseline", right, 0.0, {}), "ten": ("mask", right, 0.1, {})})
     run = store.resolve_run(run_id, "evaluate")
     assert "arms finished" not in arms_section(store, run, judge(store, run["run_id"]))
-    store.begin_arm(ArmRecord(run_id, "twenty", "mask"))
+    begin_arm(store, run_id, "twenty", "mask")
     html = arms_section(store, run, judge(store, run["run_id"]))
     assert "2 of 3 arms finished: the curves" in html and "in points; 2 of 3 arms finished." in html

@@ -11,9 +11,10 @@ import pyarrow as pa
 import pytest
 
 from headscan.errors import FinishedArmError, StoreError
-from headscan.store.records import ArmRecord, ArmState, RunRecord
+from headscan.store.records import ArmRecord, RunRecord
 from headscan.store.store import Store
 from tests.numbers.conftest import answer_table
+from tests.stores import arm_record
 
 
 def _rows(store: Store, table: str) -> int:
@@ -25,8 +26,9 @@ def arm(tmp_path: Path) -> tuple[Store, ArmRecord, str]:
     """A store with an arm that was begun, and its id."""
     store = Store(tmp_path / "new.duckdb")
     run_id = store.begin_run(RunRecord("evaluate", "e", "tiny", 1, 1)).run_id
-    record = ArmRecord(run_id, "random-0", "random_rule", share=0.1, seed=0, config={"tasks": ["a"]})
-    return store, record, store.begin_arm(record).arm_id
+    record = arm_record(run_id, "random-0", "random_rule", share=0.1, seed=0, config={"tasks": ["a"]})
+    assert not store.begin_arm(record)
+    return store, record, record.arm_id
 
 
 TASKS = np.array(["a", "a", "b"])
@@ -61,9 +63,9 @@ def result_table(value: float) -> pa.Table:
 
 def test_answers_are_replaced_and_a_finished_arm_is_known(arm: tuple[Store, ArmRecord, str]) -> None:
     store, record, arm_id = arm
-    assert store.begin_arm(record) == ArmState(arm_id, False)
+    assert not store.begin_arm(record)
     store.finish_arm(arm_id, answer_table(TASKS, np.array([0, 0, 0])), results=result_table(0.0), ablated_share=0.08)
-    assert store.begin_arm(record) == ArmState(arm_id, True)
+    assert store.begin_arm(record)
     store.finish_arm(
         arm_id, answer_table(TASKS[:2], np.array([1, np.nan])), results=result_table(0.5), ablated_share=0.07
     )
@@ -90,27 +92,30 @@ def test_an_arm_is_written_completely_or_not_at_all(arm: tuple[Store, ArmRecord,
         store.finish_arm(arm_id, answers, results=result_table(0.5).drop_columns(["value"]))
     with pytest.raises(StoreError, match="no arm nobody"):
         store.finish_arm("nobody", answers)
-    assert not store.begin_arm(record).finished
+    assert not store.begin_arm(record)
     assert (_rows(store, "answers"), _rows(store, "arm_results"), _rows(store, "responses")) == (0, 0, 1)
 
 
-def test_an_arm_keeps_the_fields_of_its_begin(arm: tuple[Store, ArmRecord, str]) -> None:
+def test_an_arm_is_found_by_its_id_and_takes_another_name(arm: tuple[Store, ArmRecord, str]) -> None:
     store, record, arm_id = arm
-    for change in ({"seed": 1}, {"share": 0.2}, {"selection": "scan a"}, {"kind": "random_mask"}, {"config": {}}):
-        with pytest.raises(StoreError, match="another arm named random-0"):
-            store.begin_arm(dataclasses.replace(record, **change))  # type: ignore[arg-type]
-    other = store.begin_arm(dataclasses.replace(record, name="random-1", seed=1)).arm_id
-    assert other != arm_id
     store.finish_arm(arm_id, answer_table(TASKS, np.ones(3)), ablated_share=0.5)
-    assert store.begin_arm(record) == ArmState(arm_id, True)
+    assert store.begin_arm(dataclasses.replace(record, name="drawn"))
+    assert store.query("SELECT arm_id, name, share FROM arms").to_pylist() == [
+        {"arm_id": arm_id, "name": "drawn", "share": 0.1}
+    ]
+    with pytest.raises(StoreError, match="another arm named drawn"):
+        store.begin_arm(dataclasses.replace(record, arm_id="other", name="drawn"))
+    assert not store.begin_arm(dataclasses.replace(record, arm_id="other", name="random-0"))
+    with pytest.raises(StoreError, match="another arm named random-0"):
+        store.begin_arm(record)
 
 
-def test_an_arm_that_is_begun_again_gets_new_measured_entries(arm: tuple[Store, ArmRecord, str]) -> None:
+def test_an_arm_that_is_begun_again_gets_new_settings(arm: tuple[Store, ArmRecord, str]) -> None:
     """Such as the mark of a sweep on an arm that was evaluated before; the first values stay."""
     store, record, arm_id = arm
     store.finish_arm(arm_id, answer_table(TASKS, np.zeros(3)))
-    for measured in ({"folder": "a"}, {"folder": "b", "swept": True}, {}):
-        assert store.begin_arm(dataclasses.replace(record, measured=measured)) == ArmState(arm_id, True)
+    for config in ({"folder": "a"}, {"folder": "b", "swept": True}, {}):
+        assert store.begin_arm(dataclasses.replace(record, config=config))
     (config,) = store.query("SELECT config FROM arms WHERE arm_id = ?", [arm_id])["config"].to_pylist()
     assert json.loads(config) == {**record.config, "folder": "a", "swept": True}
 
@@ -125,13 +130,14 @@ def test_recall_is_false_by_default(arm: tuple[Store, ArmRecord, str]) -> None:
 
 def test_responses_are_kept_until_the_arm_is_finished(arm: tuple[Store, ArmRecord, str]) -> None:
     store, record, arm_id = arm
-    other = store.begin_arm(dataclasses.replace(record, name="other")).arm_id
+    other = "0123456789ab"
+    store.begin_arm(dataclasses.replace(record, arm_id=other, name="other"))
     store.add_responses(other, response_table("one"))
     store.add_responses(arm_id, response_table("one", "three"))
     changed = response_table("one", "seven", "seven")
     changed = changed.set_column(1, "log_likelihood", pa.array([-9.0, -8.0, -8.0]))
     store.add_responses(arm_id, changed)
-    assert store.begin_arm(record) == ArmState(arm_id, False)
+    assert not store.begin_arm(record)
     kept = store.responses([arm_id]).sort_by("request")
     assert kept.column_names == ["arm_id", *response_table().column_names]
     assert kept.select(["request", "log_likelihood"]).to_pylist() == [
@@ -149,18 +155,20 @@ def test_responses_are_kept_until_the_arm_is_finished(arm: tuple[Store, ArmRecor
 
 
 def test_arms_begin_in_one_transaction(arm: tuple[Store, ArmRecord, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    store, record, arm_id = arm
+    store, record, _ = arm
     opened: list[str] = []
     connect = Store.connect
     monkeypatch.setattr(Store, "connect", lambda self, **options: opened.append("") or connect(self, **options))
     with store.one_transaction():
-        states = [store.begin_arm(dataclasses.replace(record, name=name)) for name in ("one", "two", record.name)]
-    assert len(opened) == 1 and states[2] == ArmState(arm_id, False)
+        for name in ("one", "two"):
+            store.begin_arm(dataclasses.replace(record, arm_id=name, name=name))
+        assert not store.begin_arm(record)
+    assert len(opened) == 1
 
     def begin_and_fail() -> None:
         with store.one_transaction():
             store.add_mask("kept by nobody", [(0, 1)])
-            store.begin_arm(dataclasses.replace(record, run_id="unknown"))
+            store.begin_arm(dataclasses.replace(record, arm_id="unknown", run_id="unknown"))
 
     with pytest.raises(StoreError, match="unknown"):
         begin_and_fail()
@@ -186,5 +194,5 @@ def test_a_finished_run_that_gets_new_arms_is_running(arm: tuple[Store, ArmRecor
     store.finish_run(record.run_id)
     store.begin_arm(record)
     assert state() == ("finished", False)
-    store.begin_arm(dataclasses.replace(record, name="new"))
+    store.begin_arm(dataclasses.replace(record, arm_id="new", name="new"))
     assert state() == ("running", True)

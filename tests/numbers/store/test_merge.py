@@ -11,7 +11,7 @@ import pytest
 
 from headscan.errors import MergeError
 from headscan.store.merge_stores import merge_stores
-from headscan.store.records import ArmRecord, RunRecord
+from headscan.store.records import RunRecord
 from headscan.store.store import Store
 from headscan.store.tables import ALL_BUT_ONE, EACH, TABLES
 from headscan.verdicts.head_effects import record_effects
@@ -19,7 +19,7 @@ from headscan.verdicts.judge import judge
 from headscan.verdicts.verdict_rows import record_verdicts
 from tests.numbers.conftest import HEADS, LAYERS, Scan, answer_table, make_stats, write_scan
 from tests.numbers.sweep_fixtures import write_sweep
-from tests.stores import copy_store
+from tests.stores import arm_record, begin_arm, copy_store
 
 TASKS = np.array(["sums"] * 40 + ["needle@512"] * 40)
 EVALUATION = RunRecord("evaluate", "e", "tiny", LAYERS, HEADS, config={"requests": 80})
@@ -45,10 +45,9 @@ def write_arms(store: Store, names: Sequence[str], *, open_arms: Sequence[str] =
     with store.one_transaction():
         run_id = store.begin_run(EVALUATION).run_id
         for name in names:
-            arm = store.begin_arm(ArmRecord(run_id, name, name))  # type: ignore[arg-type]
-            store.finish_arm(arm.arm_id, answers_of(name), ablated_share=0.1)
+            store.finish_arm(begin_arm(store, run_id, name, name), answers_of(name), ablated_share=0.1)
         for name in open_arms:
-            arm_id = store.begin_arm(ArmRecord(run_id, name, name)).arm_id  # type: ignore[arg-type]
+            arm_id = begin_arm(store, run_id, name, name)
             requests = [f"{store.path.stem}{i}" for i in range(3)] + ["both"]
             likelihoods = {"log_likelihood": [-1.0] * 4, "greedy_tokens": [1] * 4, "ablated_share": [0.1] * 4}
             store.add_responses(
@@ -162,7 +161,7 @@ def test_other_answers_are_a_contradiction(new: dict[str, Store]) -> None:
 def test_arms_and_masks_of_one_name_must_be_equal(new: dict[str, Store]) -> None:
     for name, share in (("one", 0.1), ("two", 0.2)):
         run_id = new[name].begin_run(EVALUATION).run_id
-        new[name].begin_arm(ArmRecord(run_id, "mask", "mask", share=share))  # type: ignore[arg-type]
+        begin_arm(new[name], run_id, "mask", "mask", share=share)
     with pytest.raises(MergeError, match="arm mask has other settings"):
         merge_stores([new["one"], new["two"]], new["all"])
     new["one"].add_mask("few", [(0, 1)])
@@ -254,16 +253,16 @@ def _ablate(store: Store, *modes: str, open_heads: Sequence[int] = (), effects: 
     """Write a table of two heads of one layer, as `run_ablate` does; arms of ``open_heads`` are unfinished."""
     with store.one_transaction():
         run_id = store.begin_run(RunRecord("ablate", "a", "tiny", LAYERS, HEADS)).run_id
-        arms = [ArmRecord(run_id, "baseline", "baseline")]
+        arms = [arm_record(run_id, "baseline", "baseline")]
         for mode in modes:
             for head in (0, 1):
                 config = {"mode": mode, "site": "self", "layer": 0, "head": head, "kv_head": 0}
-                arms.append(ArmRecord(run_id, f"{mode} {head}", "mask", replacement="zero", config=config))
+                arms.append(arm_record(run_id, f"{mode} {head}", "mask", replacement="zero", config=config))
         for number, arm in enumerate(arms):
-            state = store.begin_arm(arm)
+            finished = store.begin_arm(arm)
             right = (np.arange(len(TASKS)) % (number + 2) > 0).astype(float)
-            if not state.finished and arm.config.get("head") not in open_heads:
-                store.finish_arm(state.arm_id, answer_table(TASKS, right), ablated_share=0.1)
+            if not finished and arm.config.get("head") not in open_heads:
+                store.finish_arm(arm.arm_id, answer_table(TASKS, right), ablated_share=0.1)
         if not open_heads:
             store.finish_run(run_id)
     if effects and not open_heads:

@@ -7,10 +7,10 @@ import pytest
 from scipy.stats import binom, binomtest
 
 from headscan.catalog import recall_family
-from headscan.store.records import ArmKind
+from headscan.store.records import ArmKind, ArmRecord
+from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.paired import Interval, PairedDifference, retained_share, wilson_low
 from headscan.verdicts.scope_verdicts import RecallVerdict, least_questions, recall_needed, solves
-from headscan.verdicts.verdict_words import ArmVerdict
 from tests.numbers.conftest import compare
 
 
@@ -121,7 +121,8 @@ def test_words_name_the_share_that_is_left_and_a_loss_says_so() -> None:
     points = _verdict("copying", high=-1.3)
     assert points.words() == "copying 98 % [91 %, 105 %] (+0.0 points [-10.0, -1.3])"
     assert points.loss_words() == "copying (98 % [91 %, 105 %] left, +0.0 points [-10.0, -1.3])"
-    arm = ArmVerdict(name="a", kind=ArmKind.MASK, ablated_share=0.1, accuracy=_verdict("needle").paired, recall=(lost,))
+    mask = ArmRecord(name="a", kind=ArmKind.MASK, ablated_share=0.1)
+    arm = ArmVerdict(arm=mask, accuracy=_verdict("needle").paired, recall=(lost,))
     assert arm.why == "needle (98 % [25 %, 56 %] left)"
 
 

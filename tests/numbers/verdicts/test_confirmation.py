@@ -33,7 +33,7 @@ from headscan.verdicts.scope_verdicts import RecallVerdict, widened_differences
 from headscan.verdicts.verdict_rows import record_verdicts
 from tests.numbers.conftest import compare
 from tests.numbers.sweep_fixtures import write_sweep
-from tests.stores import copy_store
+from tests.stores import arm_record, begin_arm, copy_store
 
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 
@@ -260,9 +260,10 @@ def _write(path: Path, harmed: str) -> tuple[Store, str]:
     right = np.arange(2000) % 4 > 0
 
     def finish(record: ArmRecord, correct: np.ndarray) -> None:
-        store.finish_arm(store.begin_arm(record).arm_id, _table(correct), ablated_share=record.share or 0.0)
+        store.begin_arm(record)
+        store.finish_arm(record.arm_id, _table(correct), ablated_share=record.share or 0.0)
 
-    finish(ArmRecord(run_id, "baseline", "baseline"), right)
+    finish(arm_record(run_id, "baseline", "baseline"), right)
     parts = np.array(store.query("SELECT part FROM all_question_split ORDER BY question")["part"].to_pylist())
     lost = {part: np.flatnonzero(right & (parts == part))[:100] for part in ("selection", "confirmation")}
     # One opening of the file for all arms: the store's own methods open it for each.
@@ -274,7 +275,7 @@ def _write(path: Path, harmed: str) -> tuple[Store, str]:
                     for part in (lost if score == "value_norm" else [harmed]) if share > 0.05 else []:
                         answers[lost[part]] = False
                     known: dict[str, Any] = {"seed": seed} if kind == "random_rule" else {"criterion": score}
-                    finish(ArmRecord(run_id, f"{kind} {score} {share:g}", kind, share=share, **known), answers)  # type: ignore[arg-type]
+                    finish(arm_record(run_id, f"{kind} {score} {share:g}", kind, share=share, **known), answers)
     return store, run_id
 
 
@@ -388,8 +389,9 @@ def test_another_judgement_gives_the_same_and_new_arms_are_taken_up(harmed: Call
     assert store.query("FROM split_verdicts ORDER BY ALL").equals(rows)
     # A better rule comes: it takes the place of the selected one, whose judgement goes.
     answers = _table(np.arange(2000) % 4 > 0)
-    record = ArmRecord(run_id, "rule entropy 0.3", "rule", criterion="entropy", share=0.3)
-    arm_id = store.begin_arm(record).arm_id
+    record = arm_record(run_id, "rule entropy 0.3", "rule", criterion="entropy", share=0.3)
+    store.begin_arm(record)
+    arm_id = record.arm_id
     store.finish_arm(arm_id, answers, ablated_share=0.3)
     after = _choices(store, run_id)
     assert after["rule"].verdict.name == record.name and after["rule"].verdict.is_safe
@@ -449,11 +451,12 @@ def test_later_arms_in_the_run_of_a_sweep_change_neither_its_choice_nor_the_rank
     baseline = store.query("SELECT arm_id FROM arms WHERE kind = 'baseline'")["arm_id"].to_pylist()
     same = store.query("SELECT task, question, recall, correct FROM answers WHERE list_contains(?, arm_id)", [baseline])
     with store.one_transaction():
-        mask = ArmRecord(run_id, "mask by hand", "mask", criterion=tuple(SCORES)[1], share=0.2)
-        drawn = [ArmRecord(run_id, f"random 20% {seed}", "random_mask", share=0.2, seed=seed) for seed in range(3)]
-        drawn += [ArmRecord(run_id, f"random 10% {seed}", "random_mask", share=0.1, seed=seed) for seed in (19, 20)]
+        mask = arm_record(run_id, "mask by hand", "mask", criterion=tuple(SCORES)[1], share=0.2)
+        drawn = [arm_record(run_id, f"random 20% {seed}", "random_mask", share=0.2, seed=seed) for seed in range(3)]
+        drawn += [arm_record(run_id, f"random 10% {seed}", "random_mask", share=0.1, seed=seed) for seed in (19, 20)]
         for record in (mask, *drawn):
-            store.finish_arm(store.begin_arm(record).arm_id, same, ablated_share=record.share)
+            store.begin_arm(record)
+            store.finish_arm(record.arm_id, same, ablated_share=record.share)
     for _ in range(2):
         assert _choices(store, run_id)["mask"] == before[True]
         record_confirmation(store, run_id)
@@ -471,12 +474,12 @@ def test_later_sweeps_on_the_same_questions_widen_all_judgements(tmp_path: Path)
         right = np.arange(asked) % 4 > 0
         with store.one_transaction():
             run_id = store.begin_run(RunRecord("evaluate", mark, model, 3, 8)).run_id
-            store.finish_arm(store.begin_arm(ArmRecord(run_id, "baseline", "baseline")).arm_id, _table(right))
+            store.finish_arm(begin_arm(store, run_id, "baseline", "baseline"), _table(right))
         parts = store.query("SELECT part FROM all_question_split WHERE run_id = ? ORDER BY question", [run_id])
         wrong = right & (parts["part"].to_numpy() == "confirmation")
         wrong &= np.cumsum(wrong) <= 5  # few enough for one arm, too many for four
         with store.one_transaction():
-            arm_id = store.begin_arm(ArmRecord(run_id, "mask", "mask", criterion="entropy", share=0.1)).arm_id
+            arm_id = begin_arm(store, run_id, "mask", "mask", criterion="entropy", share=0.1)
             store.finish_arm(arm_id, _table(right & ~wrong), ablated_share=0.1)
         record_confirmation(store, run_id)
         return run_id
@@ -521,11 +524,12 @@ def test_sweeps_on_other_tasks_share_the_recall_questions(tmp_path: Path) -> Non
         with store.one_transaction():
             run_id = store.begin_run(run).run_id
             arms = (
-                ArmRecord(run_id, "baseline", "baseline"),
-                ArmRecord(run_id, "m", "mask", criterion="entropy", share=0.1),
+                arm_record(run_id, "baseline", "baseline"),
+                arm_record(run_id, "m", "mask", criterion="entropy", share=0.1),
             )
             for record in arms:
-                store.finish_arm(store.begin_arm(record).arm_id, answers, ablated_share=record.share)
+                store.begin_arm(record)
+                store.finish_arm(record.arm_id, answers, ablated_share=record.share)
         record_confirmation(store, run_id)
         return run_id
 
@@ -569,11 +573,12 @@ def test_a_run_without_selected_arms_or_accuracy_has_no_choice(tmp_path: Path) -
     table = pa.Table.from_pylist([{"task": "text", "question": i, "correct": None} for i in range(5)])
     table = table.set_column(2, "correct", pa.nulls(5, pa.float64()))
     for record in (
-        ArmRecord(run_id, "baseline", "baseline"),
-        ArmRecord(run_id, "by hand", "mask"),
-        ArmRecord(run_id, "ten", "mask", criterion="entropy", share=0.1),
+        arm_record(run_id, "baseline", "baseline"),
+        arm_record(run_id, "by hand", "mask"),
+        arm_record(run_id, "ten", "mask", criterion="entropy", share=0.1),
     ):
-        store.finish_arm(store.begin_arm(record).arm_id, table, ablated_share=0.1)
+        store.begin_arm(record)
+        store.finish_arm(record.arm_id, table, ablated_share=0.1)
     for confirm in (True, False):
         assert judge_sweep(store, judge(store, run_id), confirm=confirm) == ()
 

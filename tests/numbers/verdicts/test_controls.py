@@ -7,13 +7,13 @@ import pytest
 
 from headscan.store.records import ArmKind
 from headscan.store.verdict_limits import MARGIN
-from headscan.verdicts.answer_sheets import FinishedArm
+from headscan.verdicts.answer_sheets import ArmRecord
 from headscan.verdicts.confirmation import Candidate, best_candidate
 from headscan.verdicts.controls import LEVEL, SelectedRank, Standing, controls_needed, judge_controls
 
 
-def finished(name: str, kind: ArmKind, share: float, score: str | None = None, seed: int | None = None) -> FinishedArm:
-    return FinishedArm(arm_id=name, name=name, kind=kind, ablated_share=share, share=share, criterion=score, seed=seed)
+def finished(name: str, kind: ArmKind, share: float, score: str | None = None, seed: int | None = None) -> ArmRecord:
+    return ArmRecord(arm_id=name, name=name, kind=kind, ablated_share=share, share=share, criterion=score, seed=seed)
 
 
 def test_a_random_arm_seldom_beats_the_others() -> None:

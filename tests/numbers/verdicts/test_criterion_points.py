@@ -7,9 +7,9 @@ from itertools import combinations, product
 
 import pytest
 
-from headscan.store.records import ArmKind
+from headscan.store.records import ArmKind, ArmRecord
+from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.criterion_points import CriterionPoint, agreements
-from headscan.verdicts.verdict_words import ArmVerdict
 
 HEADS = list(product(range(2), range(4)))
 SETS = {
@@ -25,7 +25,7 @@ def points() -> list[CriterionPoint]:
             name,
             "",
             share,
-            ArmVerdict(name=f"{name} {share}", kind=ArmKind.MASK, ablated_share=share),
+            ArmVerdict(arm=ArmRecord(name=f"{name} {share}", kind=ArmKind.MASK, ablated_share=share)),
             frozenset(heads),
         )
         for name, of_share in SETS.items()
@@ -56,6 +56,6 @@ def test_tau_counts_pairs_of_heads_and_overlap_counts_heads() -> None:
 
 def test_equal_criteria_agree_fully() -> None:
     twins = [point for point in points() if point.criterion == "first"]
-    others = [CriterionPoint("twin", "", point.share, point.arm, point.heads) for point in twins]
+    others = [CriterionPoint("twin", "", point.share, point.verdict, point.heads) for point in twins]
     (found,) = agreements([*twins, *others], HEADS)
     assert found.tau == pytest.approx(1) and set(found.overlap.values()) == {1.0}

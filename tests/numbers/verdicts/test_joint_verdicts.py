@@ -10,11 +10,10 @@ import pytest
 from headscan.store.records import ArmKind
 from headscan.store.tables import LOSS
 from headscan.store.verdict_limits import MAX_LOSS, QUESTIONS_PER_TEXT
-from headscan.verdicts.answer_sheets import BENCHMARK, AnswerSheets, FinishedArm, Scope
-from headscan.verdicts.decision import Outcome
+from headscan.verdicts.answer_sheets import BENCHMARK, AnswerSheets, ArmRecord, Scope
+from headscan.verdicts.arm_verdict import ArmVerdict, Outcome
 from headscan.verdicts.judge import arm_verdict
 from headscan.verdicts.metrics import RATES, TaskMetric, rate_increase
-from headscan.verdicts.verdict_words import ArmVerdict
 
 NEEDLE, COPYING = Scope("needle", True), Scope("copying", True)
 #: Share of the answers that an arm changes in each direction, beyond what it loses.
@@ -52,7 +51,7 @@ def simulated(rng: np.random.Generator, asked: AnswerSheets, texts: int, *, poin
     rises = rng.normal(rise, 0.03, texts)
     increase = rate_increase(RATES[LOSS], log_likelihoods, log_likelihoods - rises * tokens, tokens, np.arange(texts))
     return arm_verdict(
-        FinishedArm(name="arm", kind=ArmKind.MASK),
+        ArmRecord(name="arm", kind=ArmKind.MASK),
         {scope: asked.compare(scope, baseline, arm) for scope in asked.scopes},
         metrics=(TaskMetric("text", LOSS, None, None, increase),),
     )

@@ -14,13 +14,13 @@ import pytest
 from headscan.errors import HeadscanError, VerdictError
 from headscan.store.records import ArmKind, ArmRecord, RunRecord
 from headscan.store.store import Store
-from headscan.verdicts.decision import Outcome
+from headscan.verdicts.arm_verdict import ArmVerdict, Outcome
 from headscan.verdicts.head_effects import PairedOutcomes, read_baseline
 from headscan.verdicts.judge import judge
 from headscan.verdicts.metrics import RATES, Increase, TaskMetric, estimate_ratio, exceeds, rate_increase
 from headscan.verdicts.ordered_shares import judge_shares, read_losses
-from headscan.verdicts.verdict_words import ArmVerdict
 from tests.numbers.conftest import HEADS, LAYERS, answer_table
+from tests.stores import begin_arm
 
 LOSS = RATES["loss"]
 
@@ -123,7 +123,7 @@ def write(
     with store.one_transaction():
         run_id = store.begin_run(RunRecord("evaluate", "e", "tiny", LAYERS, HEADS)).run_id
         for name, (kind, lost, increase, fields) in arms.items():
-            state = store.begin_arm(ArmRecord(run_id, name, kind, **fields))  # type: ignore[arg-type]
+            arm_id = begin_arm(store, run_id, name, kind, **fields)
             right = RIGHT.copy()
             right[np.flatnonzero(RIGHT)[:lost]] = 0
             answers = answer_table(np.array(["sums"] * QUESTIONS), right).slice(0, QUESTIONS if benchmark else 0)
@@ -150,9 +150,7 @@ def write(
             place = text.column_names.index("task")
             named = [text.set_column(place, "task", pa.array([task] * len(text))) for task in texts]
             table = pa.concat_tables([answers.cast(text.schema), *named], promote_options="permissive")
-            store.finish_arm(
-                state.arm_id, table, results=rows if texts else None, ablated_share=fields.pop("zeroed", 0.0)
-            )
+            store.finish_arm(arm_id, table, results=rows if texts else None, ablated_share=fields.pop("zeroed", 0.0))
         store.finish_run(run_id)
     return run_id
 
@@ -284,9 +282,8 @@ def test_losses_of_another_run_are_refused_next_to_those_of_the_run(tmp_path: Pa
 
 def test_bits_per_byte_that_are_infinite_lose() -> None:
     bits = Increase("bits per byte", 20, inf, inf, inf)
-    arm = ArmVerdict(
-        name="a", kind=ArmKind.MASK, ablated_share=0.1, metrics=(TaskMetric("wiki", "bits_per_byte", 1.0, inf, bits),)
-    )
+    mask = ArmRecord(name="a", kind=ArmKind.MASK, ablated_share=0.1)
+    arm = ArmVerdict(arm=mask, metrics=(TaskMetric("wiki", "bits_per_byte", 1.0, inf, bits),))
     assert "It raises the loss of text by +inf bits per byte" in arm.sentence()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from headscan.store.records import ArmKind
 from headscan.store.verdict_limits import MIN_EVIDENCE_TEXTS, MIN_TEXTS_IN_LIMIT
-from headscan.verdicts.answer_sheets import BENCHMARK, FinishedArm
+from headscan.verdicts.answer_sheets import BENCHMARK, ArmRecord
 from headscan.verdicts.judge import arm_verdict
 from headscan.verdicts.metrics import RATES, Increase, TaskMetric, exceeds, is_within, rate_increase, texts_needed
 from headscan.verdicts.ordered_shares import Outcome, ShareVerdict, largest_safe, share_verdict
@@ -32,7 +32,7 @@ def walk(rng: np.random.Generator, gained: np.ndarray, lost: np.ndarray, questio
     for share, win, lose in zip(SHARES, gained, lost, strict=True):
         arm = np.where(right, unlucky >= lose / 0.75, lucky < win / 0.25)
         paired = compare(right.astype(float), arm.astype(float), resamples=200)
-        of_arm = FinishedArm(name=f"arm {share}", kind=ArmKind.MASK, ablated_share=share, share=share)
+        of_arm = ArmRecord(name=f"arm {share}", kind=ArmKind.MASK, ablated_share=share, share=share)
         outcome = arm_verdict(of_arm, {BENCHMARK: paired}, comparisons=comparisons)
         found.append(share_verdict(outcome, share))
         if found[-1].outcome is not Outcome.SAFE:
@@ -166,7 +166,7 @@ def test_the_texts_that_are_said_to_be_enough_are() -> None:
 
 
 def outcome(paired: PairedDifference, loss: Increase | None = None) -> ShareVerdict:
-    arm = FinishedArm(name="arm", kind=ArmKind.MASK, ablated_share=0.1, share=0.1)
+    arm = ArmRecord(name="arm", kind=ArmKind.MASK, ablated_share=0.1, share=0.1)
     metrics = () if loss is None else (TaskMetric("text", "loss", None, None, loss),)
     return share_verdict(arm_verdict(arm, {BENCHMARK: paired}, metrics=metrics, max_loss=0.05), 0.1)
 

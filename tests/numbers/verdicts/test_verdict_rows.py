@@ -12,14 +12,14 @@ import pyarrow as pa
 import pytest
 
 from headscan.errors import VerdictError
-from headscan.store.records import ArmRecord, RunRecord
+from headscan.store.records import RunRecord
 from headscan.store.store import Store
 from headscan.verdicts.answer_sheets import BENCHMARK, Scope
 from headscan.verdicts.paired import PairedDifference, retained_share
 from headscan.verdicts.scope_verdicts import least_visible_loss, task_verdicts
 from headscan.verdicts.verdict_rows import differences_by_arm, read_verdict_rows, record_verdicts
 from tests.numbers.conftest import answer_table, compare
-from tests.stores import copy_store
+from tests.stores import begin_arm, copy_store
 
 Evaluate = Callable[..., tuple[Store, str]]
 
@@ -94,7 +94,7 @@ def test_chance_is_that_of_the_choices_and_unknown_without(tmp_path: Path) -> No
         _choices("last word", 30, 1),
     ]
     for name, kind in (("baseline", "baseline"), ("ten", "mask")):
-        arm_id = store.begin_arm(ArmRecord(run_id, name, kind)).arm_id  # type: ignore[arg-type]
+        arm_id = begin_arm(store, run_id, name, kind)
         store.finish_arm(arm_id, pa.concat_tables([*answers, partial]))
     record_verdicts(store, run_id)
     rows = store.query("SELECT task, chance, informative FROM arm_verdicts ORDER BY task").to_pylist()
@@ -150,7 +150,7 @@ def test_only_missing_rows_are_computed(run: tuple[Store, str], monkeypatch: pyt
     store, run_id = run
     record_verdicts(store, run_id)
     before = store.query("FROM arm_verdicts ORDER BY ALL")
-    arm_id = store.begin_arm(ArmRecord(run_id, "twenty", "mask")).arm_id
+    arm_id = begin_arm(store, run_id, "twenty", "mask")
     store.finish_arm(arm_id, answer_table(TASKS, BASELINE))
     written: list[str] = []
     add = store.add_verdicts
@@ -167,7 +167,7 @@ def test_new_answers_take_old_verdicts_away(run: tuple[Store, str]) -> None:
     store, run_id = run
     others = store.begin_run(RunRecord("evaluate", "other", "tiny", 1, 1)).run_id
     for name, kind in (("baseline", "baseline"), ("ten", "mask")):
-        arm_id = store.begin_arm(ArmRecord(others, name, kind)).arm_id  # type: ignore[arg-type]
+        arm_id = begin_arm(store, others, name, kind)
         store.finish_arm(arm_id, answer_table(np.array(["a"]), np.ones(1)))
     record_verdicts(store, others)
     ids = {row["name"]: row["arm_id"] for row in store.query("FROM arms WHERE run_id = ?", [run_id]).to_pylist()}
@@ -185,7 +185,7 @@ def test_the_baseline_has_to_be_there(tmp_path: Path) -> None:
     run_id = store.begin_run(RunRecord("evaluate", "e", "tiny", 1, 1)).run_id
     with pytest.raises(VerdictError, match=f"run {run_id} has 0 finished baselines"):
         record_verdicts(store, run_id)
-    baseline = store.begin_arm(ArmRecord(run_id, "baseline", "baseline")).arm_id
+    baseline = begin_arm(store, run_id, "baseline", "baseline")
     store.finish_arm(baseline, answer_table(TASKS, BASELINE))
     record_verdicts(store, run_id)
     assert _count(store) == 0
@@ -273,7 +273,7 @@ def several(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Stor
 def _parts(several: Store, questions: list[dict[str, object]], correct: float = 1.0) -> dict[tuple[str, int], str]:
     """The part of each question of a run, by task and number."""
     run_id = several.begin_run(RunRecord("evaluate", f"run {len(several.runs())}", "tiny", 3, 8)).run_id
-    arm_id = several.begin_arm(ArmRecord(run_id, "baseline", "baseline")).arm_id
+    arm_id = begin_arm(several, run_id, "baseline", "baseline")
     rows = pa.Table.from_pylist([question | {"correct": correct} for question in questions])
     several.finish_arm(arm_id, rows, ablated_share=0.0)
     found = several.query("SELECT task, question, part FROM all_question_split WHERE run_id = ?", [run_id])

@@ -12,21 +12,22 @@ from headscan.cli.results import arm_row
 from headscan.errors import StoreError, VerdictError
 from headscan.store.records import ArmKind, ArmRecord, RunRecord
 from headscan.store.store import Store
-from headscan.verdicts.decision import Outcome
+from headscan.verdicts.arm_verdict import ArmVerdict, Outcome
 from headscan.verdicts.judge import judge
 from headscan.verdicts.ordered_shares import share_verdict
 from headscan.verdicts.paired import Interval, retained_share
 from headscan.verdicts.scope_verdicts import RecallVerdict
 from headscan.verdicts.verdict_rows import record_verdicts
 from headscan.verdicts.verdict_table import verdict_text
-from headscan.verdicts.verdict_words import ArmVerdict
 from tests.numbers.conftest import answer_table, compare
+from tests.stores import begin_arm
 
 Evaluate = Callable[..., tuple[Store, str]]
 
 QUESTIONS = 1000
 TASKS = np.repeat(["a", "b"], QUESTIONS // 2)
 BASELINE = np.tile([1, 1, 1, 0], QUESTIONS // 4)
+_MASK = ArmRecord(name="a", kind=ArmKind.MASK, ablated_share=0.1)
 
 
 def _losing(count: int, seed: int = 0) -> np.ndarray:
@@ -53,7 +54,7 @@ def test_a_verdict_follows_the_interval_and_the_controls(evaluate: Evaluate) -> 
     verdict = judge(store, run_id[:5])
     assert (verdict.run_id, verdict.model, verdict.arms) == (run_id, "tiny", verdict.finished)
     arms = {arm.name: arm for arm in verdict.arms}
-    assert [arm.is_safe for arm in arms.values() if not arm.is_random] == [True, False, False]
+    assert [arm.is_safe for arm in arms.values() if not arm.kind.is_random] == [True, False, False]
     assert arms["unclear"].paired.difference == pytest.approx(-0.8) and arms["unclear"].paired.low <= -1
     controls = arms["harmless"].controls
     assert controls is not None and controls.arms == ("random-0", "random-1")
@@ -186,7 +187,7 @@ def test_a_verdict_reports_the_number_of_missing_arms(evaluate: Evaluate) -> Non
     )
     assert run["last_written"].timestamp() == pytest.approx(arms["last"], abs=1e-3)
     for name in ("twenty", "thirty"):
-        store.begin_arm(ArmRecord(run_id, name, "mask"))
+        begin_arm(store, run_id, name, "mask")
     part = judge(store, run_id)
     assert part.unfinished == 2
     assert part.sentences() == ["2 of 4 arms finished.", *whole.sentences()]
@@ -235,7 +236,7 @@ def _with_choices(path: Path, *tasks: tuple[str, int, int]) -> tuple[Store, str]
     run_id = store.begin_run(RunRecord("evaluate", "e", "tiny", 1, 1)).run_id
     answers = pa.concat_tables([_four_choices(*task) for task in tasks])
     for name, kind in (("baseline", "baseline"), ("ten", "mask")):
-        arm_id = store.begin_arm(ArmRecord(run_id, name, kind, share=0.1)).arm_id  # type: ignore[arg-type]
+        arm_id = begin_arm(store, run_id, name, kind, share=0.1)
         store.finish_arm(arm_id, answers, ablated_share=0.1)
     record_verdicts(store, run_id)
     return store, run_id
@@ -357,7 +358,7 @@ def test_perplexity_alone_has_no_accuracy(tmp_path: Path) -> None:
     run_id = store.begin_run(RunRecord("evaluate", "e", "tiny", 1, 1)).run_id
     nothing_right = answer_table(np.array(["wikitext"] * 2), np.full(2, np.nan))
     for name, kind, value in (("baseline", "baseline", 20.4), ("ten", "mask", 23.125)):
-        arm_id = store.begin_arm(ArmRecord(run_id, name, kind)).arm_id  # type: ignore[arg-type]
+        arm_id = begin_arm(store, run_id, name, kind)
         store.finish_arm(arm_id, nothing_right, results=_perplexities(value), ablated_share=0.1)
     verdict = judge(store, run_id)
     assert verdict.arms == () and [arm.accuracy for arm in verdict.finished] == [None]
@@ -384,7 +385,7 @@ def test_perplexity_in_addition_to_a_benchmark_is_reported(evaluate: Evaluate) -
 
 def test_a_baseline_alone_has_a_verdict_without_arms_if_that_is_asked_for(evaluate: Evaluate) -> None:
     store, run_id = evaluate(TASKS[:8], {})
-    arm_ids = [store.begin_arm(ArmRecord(run_id, name, "baseline")).arm_id for name in ("baseline", "again")]
+    arm_ids = [begin_arm(store, run_id, name, "baseline") for name in ("baseline", "again")]
     with pytest.raises(VerdictError, match=f"^run {run_id} has 0 finished baselines"):
         judge(store, run_id, baseline_alone=True)
     answers = answer_table(TASKS[:8], BASELINE[:8])
@@ -402,7 +403,7 @@ def test_arms_that_cannot_be_judged(evaluate: Evaluate) -> None:
     store, run_id = evaluate(TASKS[:8], {"baseline": ("baseline", BASELINE[:8], 0.0, {})})
     with pytest.raises(VerdictError, match="has 0 finished arms in addition"):
         judge(store, run_id)
-    arm_id = store.begin_arm(ArmRecord(run_id, "ten", "mask")).arm_id
+    arm_id = begin_arm(store, run_id, "ten", "mask")
     with pytest.raises(VerdictError, match="has 0 finished arms"):
         judge(store, run_id)
     store.finish_arm(arm_id, answer_table(TASKS[:7], BASELINE[:7]))
@@ -413,9 +414,7 @@ def test_arms_that_cannot_be_judged(evaluate: Evaluate) -> None:
         VerdictError, match=r"arm ten answered 8 questions that differ from the baseline's\. Evaluate it again"
     ):
         judge(store, run_id)
-    store.finish_arm(
-        store.begin_arm(ArmRecord(run_id, "again", "baseline")).arm_id, answer_table(TASKS[:8], BASELINE[:8])
-    )
+    store.finish_arm(begin_arm(store, run_id, "again", "baseline"), answer_table(TASKS[:8], BASELINE[:8]))
     with pytest.raises(VerdictError, match="2 finished baselines"):
         judge(store, run_id)
     with pytest.raises(StoreError, match="no evaluate run nobody"):
@@ -433,7 +432,7 @@ def test_rows_of_json_have_the_outcome_and_its_reason(evaluate: Evaluate) -> Non
         "harmless": ("safe", "safe, recall unknown", True),
     }
     assert rows["harmful"]["why"] == "accuracy (-4.0 points)" and rows["close"]["why"].startswith("may lose more")
-    unjudged = arm_row(ArmVerdict(name="a", kind=ArmKind.MASK, ablated_share=0.1))
+    unjudged = arm_row(ArmVerdict(arm=_MASK))
     assert {unjudged[name] for name in ("safe", "outcome", "label", "why", "accuracy")} == {None}
 
 
@@ -442,7 +441,7 @@ def test_the_reason_of_an_open_verdict_is_the_true_one() -> None:
     drop = np.tile([0.004, 0.006], 150)
     paired = compare(np.full(300, 0.8), 0.8 - drop)
     assert -1 < paired.low < paired.high < 0
-    arm = ArmVerdict(name="a", kind=ArmKind.MASK, ablated_share=0.1, accuracy=paired)
+    arm = ArmVerdict(arm=_MASK, accuracy=paired)
     assert arm.outcome is Outcome.NOT_SHOWN and arm.why.startswith("needs about 3")
     assert replace(arm, accuracy=replace(paired, low=-1.5)).why.startswith("may lose more than one point")
     assert replace(arm, accuracy=replace(paired, chance=78.0)).why.startswith("the model itself is at or near chance")
@@ -456,7 +455,7 @@ def test_too_few_questions_are_named_only_if_more_could_settle_everything() -> N
     texts = np.arange(72) // 4
     asked = replace(compare(needles, needles, texts=texts), retained=retained_share(needles, needles, texts, 25.0))
     recall = RecallVerdict("needle", asked)
-    arm = ArmVerdict(name="a", kind=ArmKind.MASK, ablated_share=0.1, accuracy=accuracy, recall=(recall,))
+    arm = ArmVerdict(arm=_MASK, accuracy=accuracy, recall=(recall,))
     assert arm.why.startswith("may lose more than one point; needs about 332 needle questions")
     assert [gap.needed for gap in arm.decision.gaps] == [None, 332]
     assert (arm.outcome, arm.too_few_questions, arm.label) == (Outcome.NOT_SHOWN, False, "not shown")
