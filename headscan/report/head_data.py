@@ -40,7 +40,13 @@ def plan_measures(plan: HeadPlan, heads: SiteHeads) -> list[HeadMeasure]:
             scale="classes",
             classes=classes,
         ),
-        HeadMeasure("keep_score", "Plan", numbers(lambda entry: entry.score), plan.score, scale="share"),
+        HeadMeasure(
+            "keep_score",
+            "Plan",
+            numbers(lambda entry: 1.0 if entry.score is None else entry.score),
+            plan.score,
+            scale="share",
+        ),
     ]
     damages = [None if entry is None else entry.evidence.damage for entry in entries]
     for kind in ("text", "recall"):

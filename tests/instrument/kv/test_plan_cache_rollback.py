@@ -11,11 +11,11 @@ import torch
 from transformers import DynamicCache
 
 from headscan.errors import PlanMismatchError, UnsupportedModelError
-from headscan.kv.kept_keys import HeadGroup, Window
 from headscan.kv.padded_masks import MaskReader
 from headscan.kv.plan_cache import PlanCache
 from headscan.kv.plan_layer import PlanMixedLayer
 from headscan.models.loaded_model import LoadedModel
+from headscan.windows import Window
 from tests.instrument.kv.cache_plans import (
     FULL,
     NARROW,
@@ -33,7 +33,7 @@ from tests.instrument.kv.cache_plans import (
 from tests.small_models import make_loaded
 
 LATE = plan_of([[FULL, FULL], [NARROW, FULL], [FULL, NARROW]])
-GROUPS = (HeadGroup((0,), None), HeadGroup((1,), Window(2, 7)))
+GROUPS = (((0,), None), ((1,), Window(2, 7)))
 
 
 def test_a_crop_that_a_later_layer_refuses_leaves_all_layers_as_they_were() -> None:

@@ -115,10 +115,11 @@ CALIBRATION = DamageCalibration(
 )
 
 
-def measured(text: list, recall: list | None, **more: list) -> KeepScores:
-    arrays = {name: np.array(values) for name, values in more.items()}
-    recalls = None if recall is None else np.array(recall)
-    return damage_scores(MODEL, np.array(text), recalls, calibration=CALIBRATION, **arrays)
+def measured(text: list, recall: list | None, /, **confirmed: list) -> KeepScores:
+    """Return the scores from tables (layers, KV heads)."""
+    more = {name: dict(np.ndenumerate(values)) for name, values in confirmed.items()}
+    recalls = None if recall is None else dict(np.ndenumerate(recall))
+    return damage_scores(MODEL, dict(np.ndenumerate(text)), recalls, calibration=CALIBRATION, confirmed=more)
 
 
 def test_the_score_adds_the_shares_of_the_damage_on_text_and_recall(tmp_path: Path) -> None:
@@ -155,7 +156,7 @@ def test_heads_with_nan_are_protected() -> None:
 
 def test_confirmed_heads_exchange_their_ranks() -> None:
     text = [[0.1, 0.2], [0.3, 0.4], [NAN, NAN]]
-    scores = measured(text, None, confirmed_text=[[NAN, 0.9], [0.5, NAN], [NAN, NAN]])
+    scores = measured(text, None, text=[[NAN, 0.9], [0.5, NAN], [NAN, NAN]])
     assert scores.order == ((0, 0), (1, 0), (0, 1), (1, 1))
     assert scores.scores[1, 0] == pytest.approx(0.5) and scores.scores[0, 1] == pytest.approx(0.75)
     damage = scores.evidence[1, 0].damage
@@ -165,7 +166,7 @@ def test_confirmed_heads_exchange_their_ranks() -> None:
 def test_wrong_arrays_are_refused() -> None:
     good = [[0.1, 0.2], [0.3, 0.4], [NAN, NAN]]
     for text, recall, more, message in (
-        ([[0.1, 0.2]], None, {}, r"text has shape \(1, 2\) \(limit \(3, 2\)"),
+        ([[0.1, 0.2, 0.3]], None, {}, "layer 0, KV head 2 is 0.3, but that head has no unbounded"),
         ([[0.1, 0.2], [0.3, 0.4], [0.1, NAN]], None, {}, "layer 2, KV head 0 is 0.1, but that head has no unbounded"),
         ([[0.1, np.inf], [0.3, 0.4], [NAN, NAN]], None, {}, "layer 0, KV head 1 is inf"),
         (good, [[0.1, NAN], [0.3, 0.4], [NAN, NAN]], {}, "layer 0, KV head 1 has a damage on text or on recall"),
@@ -173,8 +174,8 @@ def test_wrong_arrays_are_refused() -> None:
         (
             [[NAN, 0.2], [0.3, 0.4], [NAN, NAN]],
             None,
-            {"confirmed_text": good},
-            "confirmed_text of layer 0, KV head 0 has no estimate",
+            {"text": good},
+            "confirmed text has layer 0, KV head 0, which is no candidate",
         ),
     ):
         with pytest.raises(PlanError, match=message):

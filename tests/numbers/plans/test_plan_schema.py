@@ -76,7 +76,7 @@ def test_saved_plans_follow_the_schema_and_survive_their_files(plans: list[HeadP
 @pytest.mark.parametrize(
     "change",
     [
-        {"version": 3},
+        {"version": 4},
         {"format": "other"},
         {"method": "guess"},
         {"calibration": {"kind": "scan"}},
@@ -109,13 +109,18 @@ def test_damaged_files_are_refused(plans: list[HeadPlan], tmp_path: Path, change
 
 
 def test_a_window_of_nothing_in_a_file_is_refused(plans: list[HeadPlan], tmp_path: Path) -> None:
-    for widths, message in (
-        ({"sink": 0, "recent": 0}, "recent is 0 "),
-        ({"sink": 4, "recent": 0}, "recent is 0 "),
-        ({"sink": -1, "recent": 5}, "sink is -1 "),
+    for window, message in (
+        ([0, 0], "only a head with a verdict"),
+        ([4, 0], r"heads\[1\]\.window is a list of 2 \(limit null, or numbers of first and last tokens such as"),
+        ([-1, 5], "window is a list of 2 "),
+        ([4, 2**60], "window is a list of 2 "),
+        ([4, 16.0], "window is a list of 2 "),
+        ([4, True], "window is a list of 2 "),
+        ([4, 16, 16], "window is a list of 3 "),
+        (16, "window is 16 "),
     ):
         data = json.loads(plans[1].to_json())
-        next(head for head in data["heads"] if head["action"] == "window").update(widths)
+        data["heads"][1]["window"] = window
         path = tmp_path / "plan.json"
         path.write_text(json.dumps(data))
         with pytest.raises(PlanError, match=message):
