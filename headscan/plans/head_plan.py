@@ -175,10 +175,12 @@ class HeadPlan(PlanRecord):
         """The windows for caches, masks and arms, without the evidence: small enough to be sent with every item of
         work.
         """
-        own = {layer.layer: layer for layer in self.model.layers if layer.type in ("full", "latent")}
-        own |= {layer.layer: layer for layer in self.model.layers if layer.sliding_window is not None}
-        counts = {at: own[at].num_key_value_heads if at in own else 0 for at in range(self.model.num_layers)}
-        sliding = {at: layer.sliding_window for at, layer in own.items() if layer.sliding_window is not None}
+        counts, sliding = dict.fromkeys(range(self.model.num_layers), 0), {}
+        for layer in self.model.layers:
+            if layer.type in ("full", "latent"):
+                counts[layer.layer] = layer.num_key_value_heads
+            elif layer.type == "sliding" and layer.sliding_window is not None:  # None in chunked layers
+                counts[layer.layer], sliding[layer.layer] = layer.num_key_value_heads, layer.sliding_window
         windows = [(*place, window) for place, window in self.windows.items() if window is not None]
         return replace(KeptKeys.of(windows, counts), block=self.block or 1, sliding=sliding)
 

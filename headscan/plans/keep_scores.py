@@ -267,8 +267,8 @@ def damage_scores(
     raw = _summed_shares(measured, clip=False)
     order = sorted(units, key=lambda unit: (scores[unit], raw[unit], unit))
     again = {name: _known(model, f"confirmed {name}", values) for name, values in (confirmed or {}).items()}
-    for name, odd in [*((f"confirmed {name}", each.keys()) for name, each in again.items()), ("`chosen`", {*chosen})]:
-        if unknown := odd - set(units):
+    for name, named in [*((f"confirmed {name}", {*each}) for name, each in again.items()), ("`chosen`", {*chosen})]:
+        if unknown := named - tables["text"].keys():
             raise PlanError(
                 f"{name} has layer {min(unknown)[0]}, KV head {min(unknown)[1]}, which is no candidate. Leave it out"
             )
@@ -284,8 +284,9 @@ def damage_scores(
         unit: HeadDamage(
             tables["text"][unit],
             tables["recall"][unit] if recall is not None else None,
-            *(again.get(name, {}).get(unit) for name in ("text", "recall")),
-            recent=calibration.recent if recents is None else recents[unit],
+            again.get("text", {}).get(unit),
+            again.get("recall", {}).get(unit),
+            calibration.recent if recents is None else recents[unit],
         )
         for unit in units
     }

@@ -123,20 +123,32 @@ def _plan(
         widest = config.windows[-1]
         # A plan states its blocks once.
         widths = {head: window.sized(1, 1) for unit, window in windows.items() for head in units[unit]}
-        sizes = {"block": config.block, "chunk": config.chunk}
-        return allocate(scores, request, sink=widest.sink, recent=widest.recent, windows=widths, **sizes)
+        return allocate(
+            scores,
+            request,
+            sink=widest.sink,
+            recent=widest.recent,
+            windows=widths,
+            block=config.block,
+            chunk=config.chunk,
+        )
 
     def keeps(kept: KeptKeys) -> bool:
         return not isinstance(budget, LossLimit) or budget.allows(measurement.increases(measurement.ranking, kept))
 
     scores = scored()
     order = [head for head in scores.order if head in units]
-    request = budget
+
+    def first(count: int) -> KeptKeys:
+        return measurement.kept({unit: windows[unit] for unit in order[:count]})
+
+    request: BudgetRequest
     if isinstance(budget, LossLimit):
         # Bisection assumes that more windows lose more.
-        first = [measurement.kept({unit: windows[unit] for unit in order[:count]}) for count in range(len(order) + 1)]
-        count = bisect_left(first, True, lo=1, key=lambda kept: not keeps(kept)) - 1
-        request = WindowHeads(len(first[count].windows))
+        count = bisect_left(range(len(order) + 1), True, lo=1, key=lambda count: not keeps(first(count))) - 1
+        request = WindowHeads(len(first(count).windows))
+    else:
+        request = budget
     plan = planned(scores, request)
     count = len(units.keys() & set(plan.window_heads))
     if config.confirm and count > 0:

@@ -14,12 +14,14 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.plans import HeadPlan, load_plan
 from tests.instrument.kv.cache_plans import greedily, some_ids
+from tests.jobs.conftest import make_tokenizer
 from tests.jobs.steps.kv_plans import model_of, plan_for
 from tests.small_models import make_model
 
 
 def model_and_plan(family: str, folder: Path) -> tuple[LoadedModel, HeadPlan]:
-    make_model(family).save_pretrained(folder)
+    make_model(family, vocabulary=300).save_pretrained(folder)
+    make_tokenizer(300).save_pretrained(folder)
     spec = ModelSpec(str(folder), "float32")
     lm = headscan.load(folder, device="cpu", dtype="float32")
     return lm, load_plan(plan_for(model_of(spec, lm), 2, recent=7).save(folder / "plan.json"))
@@ -31,6 +33,8 @@ def test_a_plan_knows_the_layers_of_its_model(family: str, tmp_path: Path) -> No
     ids = some_ids(2, 40)
     config = lm.model.config.get_text_config(decoder=True)
     alone, both = headscan.PlanCache(plan), headscan.PlanCache(plan, config)
+    if lm.model.config._attn_implementation == "eager":
+        lm.model.set_attn_implementation("headscan-cache")
     assert [type(layer) for layer in alone.layers] == [type(layer) for layer in both.layers]
     assert any(isinstance(layer, DynamicSlidingWindowLayer) for layer in alone.layers) == (family != "llama")
     found, expected = greedily(lm, alone, ids, 6), greedily(lm, both, ids, 6)
