@@ -43,7 +43,6 @@ from headscan.plans.plan_budgets import WindowShare as WindowShare
 from headscan.plans.plan_budgets import budget_lengths as budget_lengths
 from headscan.plans.plan_records import DamageCalibration as DamageCalibration
 from headscan.plans.plan_records import DamageTexts as DamageTexts
-from headscan.plans.plan_records import Evidence as Evidence
 from headscan.plans.plan_records import Granularity as Granularity
 from headscan.plans.plan_records import HeadClass as HeadClass
 from headscan.plans.plan_records import HeadDamage as HeadDamage

@@ -25,7 +25,6 @@ from headscan.plans.pattern_files import HeadPattern
 from headscan.plans.plan_budgets import Budget, BudgetRequest, LengthBudget, WindowShare, budget_lengths
 from headscan.plans.plan_records import (
     DERIVED_NOTE,
-    Evidence,
     Granularity,
     PlanError,
     PlanMethod,
@@ -49,7 +48,7 @@ def allocate(
     sink: int = DEFAULT_SINK,
     recent: int = DEFAULT_RECENT,
     windows: Mapping[KvHead, Window] | None = None,
-    removable: Mapping[KvHead, str] | None = None,
+    dropped: Mapping[KvHead, str] | None = None,
     block: int | None = None,
     chunk: int | None = None,
     validation: Mapping[str, Any] | None = None,
@@ -63,32 +62,32 @@ def allocate(
         sink: Number of first tokens in a window.
         recent: Number of last tokens in a window.
         windows: Other windows by (layer, KV head), for heads that get one; None uses one width.
-        removable: Verdict by (layer, KV head) whose query heads were all shown removable; these heads are dropped, and
-            the budget distributes windows among the others. None drops no head.
+        dropped: Verdict by (layer, KV head) for heads to drop, whose query heads can all be removed safely; the budget
+            distributes windows among the others. None drops no head.
         block: Tokens of a block of the engine that serves the plan, as in `HeadPlan`; None keeps single tokens.
         chunk: Tokens that see the same window, as in `HeadPlan`; None gives each token its own.
         validation: Benchmark result of this plan, which JSON can hold; None if not validated.
         notes: More notes for the plan.
 
     Raises:
-        PlanError: A budget out of reach, a window that keeps no token or is narrower than the evidence, or a removable
+        PlanError: A budget out of reach, a window that keeps no token or is narrower than the evidence, or a dropped
             head that has no cache of its own.
     """
     model = scores.model
-    dropped = dict(removable or {})
+    dropped = dict(dropped or {})
     if dropped and scores.granularity == "layer":
         raise PlanError(
-            f"a plan by layer drops no KV heads: {len(dropped)} in `removable` (limit 0). Prune the model instead"
+            f"a plan by layer drops no KV heads: {len(dropped)} in `dropped` (limit 0). Prune the model instead"
         )
     for place in dropped:
         if place not in full_heads(model):
             raise PlanError(
                 f"layer {place[0]}, KV head {place[1]} of {model.name} has no unbounded cache of its own, so it cannot"
-                " be dropped. Leave it out of `removable`"
+                " be dropped. Leave it out of `dropped`"
             )
         if not dropped[place].strip():
             raise PlanError(
-                f"layer {place[0]}, KV head {place[1]} is dropped without a verdict. Name the verdict in `removable`"
+                f"layer {place[0]}, KV head {place[1]} is dropped without a verdict. Name the verdict in `dropped`"
             )
     for name, size in (("block", block), ("chunk", chunk)):
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
@@ -117,7 +116,12 @@ def allocate(
     ends = [at for at, place in enumerate(order, 1) if at == len(order) or order[at][0] != place[0]]
     counts = range(len(order) + 1) if scores.granularity == "kv_head" else [0, *ends]
     count = budget.window_count(counts, bytes_with)
-    heads = _planned_heads(scores, windows_with(count), dropped)
+    ranked = dict.fromkeys(dropped, 0.0) | dict(scores.scores)
+    damages, patterns = scores.damages, scores.patterns
+    heads = tuple(
+        PlannedHead(*at, ranked.get(at), window, damages.get(at), patterns.get(at), dropped.get(at))
+        for at, window in windows_with(count).items()
+    )
     more = () if count or dropped else ("no head gets a window: the full cache fits the budget",)
     return HeadPlan(
         model=model,
@@ -150,18 +154,6 @@ def savings(
     windowed = sum(window is not None for window in windows.values()) - dropped
     lengths = sorted({*budget_lengths(model.max_tokens), *request.lengths})
     return Budget(request, len(windows), windowed, windowed / len(windows), dropped, tuple(map(at, lengths)))
-
-
-def _planned_heads(
-    scores: KeepScores, windows: Mapping[KvHead, Window | None], dropped: Mapping[KvHead, str]
-) -> tuple[PlannedHead, ...]:
-    def planned(place: KvHead, window: Window | None) -> PlannedHead:
-        evidence = scores.evidence.get(place, Evidence())
-        if place in dropped:
-            evidence = replace(evidence, removable=dropped[place])
-        return PlannedHead(*place, scores.scores.get(place, 0.0 if place in dropped else None), window, evidence)
-
-    return tuple(planned(place, window) for place, window in windows.items())
 
 
 def _check_width(scores: KeepScores, sink: int, recent: int) -> None:
@@ -206,7 +198,9 @@ def random_plan(plan: HeadPlan, seed: int) -> HeadPlan:
                     layer=head.layer,
                     kv_head=head.kv_head,
                     score=draws[unit],
-                    evidence=Evidence(removable="random control" if cache.window == DROPPED else None),
+                    damage=None,
+                    pattern=None,
+                    verdict="random control" if cache.window == DROPPED else None,
                 )
     protected = [note for note in plan.notes if "KV heads are protected: " in note]
     return replace(
@@ -214,7 +208,7 @@ def random_plan(plan: HeadPlan, seed: int) -> HeadPlan:
         method="random",
         score=RANDOM_SCORE,
         calibration=RandomCalibration(seed, None),
-        heads=tuple(dealt.get((head.layer, head.kv_head), replace(head, evidence=Evidence())) for head in plan.heads),
+        heads=tuple(dealt.get((head.layer, head.kv_head), head) for head in plan.heads),
         query_heads=(),
         validation=None,
         notes=(f"control: the actions of a {plan.method} plan, dealt out at random", *protected),
@@ -266,7 +260,7 @@ def make_plan(
     pattern: HeadPattern | None = None,
     seed: int = 0,
     granularity: Granularity = "kv_head",
-    removable: Mapping[tuple[int, int], str] | None = None,
+    dropped: Mapping[KvHead, str] | None = None,
     block: int | None = None,
     chunk: int | None = None,
     validation: Mapping[str, Any] | None = None,
@@ -286,7 +280,7 @@ def make_plan(
         seed: Seed of method ``random``.
         granularity: ``layer`` gives windows to whole layers, by the largest keep-score of their KV heads; method
             ``random`` draws one number for each layer.
-        removable: KV heads to drop, with the verdict; see `allocate`. None drops no head.
+        dropped: KV heads to drop, with the verdict; see `allocate`. None drops no head.
         block: Tokens of a block of the serving engine, as in `HeadPlan`; None keeps single tokens.
         chunk: Tokens that see the same window, as in `HeadPlan`; None gives each token its own.
         validation: Benchmark result of this plan, which JSON can hold; None if not validated.
@@ -316,7 +310,7 @@ def make_plan(
         budget,
         sink=DEFAULT_SINK if sink is None else sink,
         recent=DEFAULT_RECENT if recent is None else recent,
-        removable=removable,
+        dropped=dropped,
         block=block,
         chunk=chunk,
         validation=validation,

@@ -255,8 +255,8 @@ def _contradiction(head: PlannedHead, *, full: bool) -> str | None:
         return "a head without a score keeps all tokens"
     if len(head.window.key) > 2:
         return "blocks and chunks are fields of the plan"
-    if head.window == DROPPED and head.evidence.removable is None:
-        return "only a head with a verdict that it is removable can be dropped"
+    if head.window == DROPPED and head.verdict is None:
+        return "only a head with a verdict can be dropped"
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import numpy as np
@@ -15,7 +15,6 @@ from headscan.plans.plan_budgets import WindowHeads
 from headscan.plans.plan_records import (
     WHY_PROTECTED,
     DamageCalibration,
-    Evidence,
     Granularity,
     HeadDamage,
     PatternCalibration,
@@ -40,8 +39,9 @@ class KeepScores:
         scores: Keep-score of each candidate, 0 to 1, higher = keep. Heads without an entry are protected: they always
             keep their full cache.
         order: The candidates in the order in which they get a window: ascending score; the method breaks ties.
-        evidence: Evidence of KV heads, candidates or not; a missing entry is no evidence.
         query_heads: Numbers of the query heads, in order of layer and query head; empty if the method has none.
+        damages: Measured damage of the candidates; empty if it was not measured.
+        patterns: Number of each candidate in an imported pattern; empty without one.
         notes: Limitations of the evidence, and why heads are protected.
         sink: Fewest first tokens of a window that the evidence covers; None for no limit, as for ``recent``.
         granularity: ``layer``: the KV heads of a layer have one score and follow each other in ``order``, and a plan
@@ -53,9 +53,10 @@ class KeepScores:
     model: PlannedModel
     scores: Mapping[KvHead, float]
     order: tuple[KvHead, ...]
-    evidence: Mapping[KvHead, Evidence]
     query_heads: tuple[QueryHead, ...]
     calibration: PlanSource
+    damages: Mapping[KvHead, HeadDamage] = field(default_factory=dict)
+    patterns: Mapping[KvHead, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     sink: int | None = None
     recent: int | None = None
@@ -176,7 +177,6 @@ def random_scores(
         model=model,
         scores=scores,
         order=tuple(sorted(places, key=lambda place: (scores[place], place))),
-        evidence={},
         query_heads=(),
         calibration=RandomCalibration(seed, run_id),
         notes=tuple(protected_notes(model, places)),
@@ -198,9 +198,9 @@ def imported_scores(model: PlannedModel, pattern: HeadPattern, *, run_id: str | 
         model=model,
         scores={place: min(max(values[place], 0.0), 1.0) for place in places},
         order=tuple(sorted(places, key=lambda place: (values[place], place))),
-        evidence={place: Evidence(pattern=values[place]) for place in places},
         query_heads=(),
         calibration=PatternCalibration.by_name(vars(pattern), run_id=run_id),
+        patterns={place: values[place] for place in places},
         notes=(*pattern.notes, *protected_notes(model, places)),
     )
 
@@ -303,9 +303,9 @@ def damage_scores(
         model=model,
         scores={place: scores[unit] for place, unit in unit_of.items()},
         order=tuple(order),
-        evidence={place: Evidence(damage=damage[unit]) for place, unit in unit_of.items()},
         query_heads=(),
         calibration=calibration,
+        damages={place: damage[unit] for place, unit in unit_of.items()},
         notes=(*notes, *protected_notes(model, unit_of, _UNMEASURED)),
         sink=calibration.sink,
         recent=calibration.recent,

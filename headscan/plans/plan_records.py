@@ -6,7 +6,7 @@ The types of their fields are the checks of a plan file and the source of its JS
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, field, fields
+from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -232,14 +232,6 @@ class PlannedModel(PlanRecord):
 
 
 @dataclass(frozen=True, config=CHECKED)
-class GroupValue(PlanRecord):
-    """Largest and mean value over query heads; None if not measured."""
-
-    max: Number | None = None
-    mean: Number | None = None
-
-
-@dataclass(frozen=True, config=CHECKED)
 class HeadDamage(PlanRecord):
     """Loss that a window on one KV head adds, in nats per token; None if not measured. In a plan by layer, all KV heads
     of a layer have the loss that windows on all of them add.
@@ -261,38 +253,6 @@ class HeadDamage(PlanRecord):
 
 
 @dataclass(frozen=True, config=CHECKED)
-class Evidence(PlanRecord):
-    """Evidence on one KV head. Group values cover the query heads that read it. They include query heads of layers that
-    share its cache. Masses, entropy and norms are means over the evidence sequences of a scan.
-
-    Attributes:
-        distant_mass: Mean over all queries, including those without distant keys, as in the catalogue.
-        far_mass: Distant mass of the queries that have distant keys: the sum of ``tokens * distant_mass`` over the sum
-            of ``tokens - sink - recent``. Unlike ``distant_mass`` it does not depend on the sequence lengths by
-            definition.
-        entropy: In nats.
-        output_norm: Mean norm of the head's output, and ``output_norm_ln`` the same over its layer's mean.
-        retrieval_score: Behaviour of a probe, as ``induction_score``.
-        damage: Measured damage; None if not measured.
-        pattern: Number of an imported pattern, high = keep; None without one.
-        removable: Verdict by which the head can be dropped; None if there is none.
-    """
-
-    sink_mass: GroupValue = field(default_factory=GroupValue)
-    recent_mass: GroupValue = field(default_factory=GroupValue)
-    distant_mass: GroupValue = field(default_factory=GroupValue)
-    far_mass: GroupValue = field(default_factory=GroupValue)
-    entropy: GroupValue = field(default_factory=GroupValue)
-    output_norm: GroupValue = field(default_factory=GroupValue)
-    output_norm_ln: GroupValue = field(default_factory=GroupValue)
-    retrieval_score: GroupValue = field(default_factory=GroupValue)
-    induction_score: GroupValue = field(default_factory=GroupValue)
-    damage: HeadDamage | None = None
-    pattern: Number | None = None
-    removable: str | None = None
-
-
-@dataclass(frozen=True, config=CHECKED)
 class PlannedHead(PlanRecord):
     """Decision on one KV head.
 
@@ -300,13 +260,18 @@ class PlannedHead(PlanRecord):
         score: 0 to 1, higher = keep; None for a protected head, which is never ranked: its layer is not of type
             ``full``, or it was not measured.
         window: First and last tokens that the head keeps; None keeps all tokens.
+        damage: Measured damage; None if not measured.
+        pattern: Number of an imported pattern, high = keep; None without one.
+        verdict: Verdict by which the head can be dropped; None if there is none.
     """
 
     layer: Count
     kv_head: Count
     score: Share | None
     window: KeptWindow
-    evidence: Evidence
+    damage: HeadDamage | None = None
+    pattern: Number | None = None
+    verdict: str | None = None
 
     @property
     def keep_score(self) -> float:
@@ -322,10 +287,18 @@ class PlannedHead(PlanRecord):
 
 @dataclass(frozen=True, config=CHECKED)
 class QueryHead(PlanRecord):
-    """One query head's numbers, as in ``Evidence``; None if not measured.
+    """One query head's numbers; None if not measured. Masses, entropy and norms are means over the evidence sequences
+    of a scan.
 
     Attributes:
         need: ``far_mass`` times ``output_norm_ln``, which the group reduction maximises.
+        distant_mass: Mean over all queries, including those without distant keys, as in the catalogue.
+        far_mass: Distant mass of the queries that have distant keys: the sum of ``tokens * distant_mass`` over the sum
+            of ``tokens - sink - recent``. Unlike ``distant_mass`` it does not depend on the sequence lengths by
+            definition.
+        entropy: In nats.
+        output_norm: Mean norm of the head's output, and ``output_norm_ln`` the same over its layer's mean.
+        retrieval_score: Behaviour of a probe, as ``induction_score``.
     """
 
     layer: Whole

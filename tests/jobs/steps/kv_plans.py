@@ -50,9 +50,9 @@ def plan_for(
     chosen = places[:windows] if isinstance(windows, int) else list(windows)
     order = (*chosen, *(place for place in places if place not in chosen))
     scores = {place: rank / len(order) for rank, place in enumerate(order)}
-    keep = KeepScores("random", "a rank", model, scores, order, {}, (), RandomCalibration(seed, None))
-    removable = dict.fromkeys(dropped, "a verdict")
-    return allocate(keep, WindowHeads(len(chosen)), sink=SINK, recent=recent, removable=removable)
+    keep = KeepScores("random", "a rank", model, scores, order, (), RandomCalibration(seed, None))
+    verdicts = dict.fromkeys(dropped, "a verdict")
+    return allocate(keep, WindowHeads(len(chosen)), sink=SINK, recent=recent, dropped=verdicts)
 
 
 @torch.no_grad()

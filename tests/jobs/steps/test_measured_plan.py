@@ -22,12 +22,12 @@ from headscan.errors import HeadscanError, SequenceError
 from headscan.kv.kv_windows import KvWindows
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
-from headscan.plans import PlanError, WindowHeads, WindowShare, load_plan, make_plan, random_plan
+from headscan.plans import LossLimit, PlanError, WindowHeads, WindowShare, load_plan, make_plan, random_plan
 from headscan.plans.window_search import smallest_windows
 from headscan.runs.run_context import ModelContext, Run
 from headscan.settings.evaluation_settings import RecallQuestions
 from headscan.settings.measure_settings import ScanConfig
-from headscan.settings.saving_settings import LossLimit, PlanConfig, RecallPrompts
+from headscan.settings.saving_settings import PlanConfig, RecallPrompts
 from headscan.steps.damage_measurement import DamagePool, Measurement
 from headscan.steps.run_plan import run_plan
 from headscan.steps.run_scan import run_scan
@@ -61,10 +61,8 @@ def context():
 def test_a_share_gives_windows_evidence_and_a_held_out_loss(context: ModelContext) -> None:
     plan = run_plan(SMALL, context, WindowShare(0.5))
     assert (plan.method, plan.budget.window_heads) == ("measured", 12)
-    assert all(head.evidence.damage is not None and head.evidence.damage.text is not None for head in plan.heads)
-    confirmed = [
-        head for head in plan.heads if head.evidence.damage and head.evidence.damage.confirmed_text is not None
-    ]
+    assert all(head.damage is not None and head.damage.text is not None for head in plan.heads)
+    confirmed = [head for head in plan.heads if head.damage and head.damage.confirmed_text is not None]
     assert len(confirmed) == 8
     assert plan.validation is not None and plan.validation["loss_increase"].keys() >= {"text"}
     assert "on held-out prompts" in plan.notes[0]
@@ -174,7 +172,7 @@ def test_heads_get_windows_of_different_widths(context: ModelContext) -> None:
     chosen = smallest_windows({window: [values] for window, values in damages.items()})
     assert {window.recent for window in chosen} == {16, 48}
     for head, window, *values in zip(plan.heads, chosen, *damages.values(), strict=True):
-        damage = head.evidence.damage
+        damage = head.damage
         assert damage is not None and damage.recent == window.recent
         assert damage.text == pytest.approx(values[config.windows.index(window)])
         assert head.window in (None, window)
@@ -193,7 +191,7 @@ def test_damages_of_layers_are_those_of_masks_opened_by_hand(context: ModelConte
                 kept = KeptKeys.of([(layer, kv_head, window) for kv_head in range(4)])
                 damages.setdefault(prompts.task, []).append(_loss(lm, ids, scored, kept) - full)
     for head in plan.heads:
-        damages, damage = {task: np.mean(each) for task, each in found[head.layer].items()}, head.evidence.damage
+        damages, damage = {task: np.mean(each) for task, each in found[head.layer].items()}, head.damage
         assert damage is not None
         assert damage.text == pytest.approx(damages.pop("text"), abs=2e-5)
         assert damage.recall == pytest.approx(np.mean(list(damages.values())), abs=2e-5)
@@ -216,9 +214,7 @@ def test_a_plan_by_layer_is_searched_and_limited_in_whole_layers(context: ModelC
     config = replace(SMALL, granularity="layer", recall_prompts=0)
     plan = run_plan(config, context, WindowShare(0.5))
     assert "of 3 layers with windows are not among the lowest estimates" in plan.notes[1]
-    confirmed = {
-        head.layer for head in plan.heads if head.evidence.damage and head.evidence.damage.confirmed_text is not None
-    }
+    confirmed = {head.layer for head in plan.heads if head.damage and head.damage.confirmed_text is not None}
     assert confirmed == set(range(6))
     limited = run_plan(config, context, LossLimit(0.01))
     for each in (plan, limited):

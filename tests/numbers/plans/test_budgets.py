@@ -92,7 +92,7 @@ def test_bytes_get_the_fewest_windows_that_fit(tokens: int) -> None:
 
 
 def test_planned_bytes_are_exact_by_layer() -> None:
-    plan = plan_of(WindowHeads(1), windows={(0, 1): Window(4, 60)}, removable={(1, 1): "verdict"})
+    plan = plan_of(WindowHeads(1), windows={(0, 1): Window(4, 60)}, dropped={(1, 1): "verdict"})
     assert plan.window_heads == [(0, 1)]
     for tokens in (1, 16, 17, 64, 1000):
         assert planned_layer_bytes(plan, tokens) == {
@@ -129,9 +129,9 @@ def test_widths_may_differ_per_head(tmp_path) -> None:
         ({"windows": {(0, 1): DROPPED}}, "recent of the window is 0"),
         ({"windows": {(0, 1): Window(3, 13)}}, r"a window keeps 3 first tokens \(limit 4"),
         ({"budget": WindowHeads(7)}, r"window_heads out of range: 7 \(limit 6"),
-        ({"removable": {(2, 0): "v"}}, "layer 2, KV head 0 of tiny has no unbounded cache"),
-        ({"removable": {(9, 0): "v"}}, "layer 9"),
-        ({"removable": {(0, 0): " "}}, "without a verdict"),
+        ({"dropped": {(2, 0): "v"}}, "layer 2, KV head 0 of tiny has no unbounded cache"),
+        ({"dropped": {(9, 0): "v"}}, "layer 9"),
+        ({"dropped": {(0, 0): " "}}, "without a verdict"),
     ],
 )
 def test_windows_that_keep_nothing_and_unfounded_drops_are_refused(options: dict, message: str) -> None:
@@ -156,19 +156,19 @@ def test_few_first_tokens_are_kept_if_few_are_requested() -> None:
 
 
 def test_dropped_heads_need_a_verdict(tmp_path) -> None:
-    plan = plan_of(WindowHeads(2), removable={(0, 0): "within one point, run e0"})
+    plan = plan_of(WindowHeads(2), dropped={(0, 0): "within one point, run e0"})
     head = plan.heads[0]
     assert (head.head_class, head.window) == ("dropped", DROPPED)
-    assert head.evidence.removable == "within one point, run e0" and plan.budget.dropped_heads == 1
+    assert head.verdict == "within one point, run e0" and plan.budget.dropped_heads == 1
     assert plan.window_heads == [(0, 1), (1, 1)] and "1 keep none" in plan.summary()[0]
     assert load_plan(plan.save(tmp_path / "p.json")) == plan
-    bare = dataclasses.replace(head, evidence=plan.heads[3].evidence)
+    bare = dataclasses.replace(head, verdict=None)
     with pytest.raises(PlanError, match="only a head with a verdict"):
         dataclasses.replace(plan, heads=(bare, *plan.heads[1:]))
 
 
 def test_random_plans_have_the_same_bytes_at_every_length() -> None:
-    plan = plan_of(WindowHeads(3), windows={(0, 1): Window(4, 60)}, removable={(1, 0): "verdict"})
+    plan = plan_of(WindowHeads(3), windows={(0, 1): Window(4, 60)}, dropped={(1, 0): "verdict"})
     found = set()
     for seed in range(20):
         control = random_plan(plan, seed)

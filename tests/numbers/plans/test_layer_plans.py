@@ -120,8 +120,8 @@ def test_a_plan_by_layer_survives_its_file_and_mixed_layers_do_not(tmp_path: Pat
     with pytest.raises(PlanError, match="the KV heads of layer 1 keep different tokens"):
         dataclasses.replace(plan, heads=heads, budget=budget)
     assert dataclasses.replace(plan, heads=heads, budget=budget, granularity="kv_head").granularity == "kv_head"
-    with pytest.raises(PlanError, match=r"drops no KV heads: 1 in `removable`"):
-        allocate(SCORES, WindowHeads(2), removable={(0, 0): "verdict"})
+    with pytest.raises(PlanError, match=r"drops no KV heads: 1 in `dropped`"):
+        allocate(SCORES, WindowHeads(2), dropped={(0, 0): "verdict"})
     with pytest.raises(PlanError, match="KV heads of layer 0 have several scores or places"):
         dataclasses.replace(scored(0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6), granularity="layer")
 
@@ -163,8 +163,8 @@ def test_damages_of_layers_count_once() -> None:
     shares = {0: 0.2 + 0.75, 1: 0.3 + 0.25, 3: 0.5}
     assert [scores.scores[layer, 1] for layer in shares] == pytest.approx([each / 0.95 for each in shares.values()])
     assert list(dict.fromkeys(layer for layer, _ in scores.order)) == [3, 1, 0]
-    damage = scores.evidence[1, 2].damage
-    assert damage is not None and (damage.text, damage.recall) == (0.3, 1.0)
+    damage = scores.damages[1, 2]
+    assert (damage.text, damage.recall) == (0.3, 1.0)
     chosen = [(0, 0)]
     moved = damage_scores(MODEL, text, recall, calibration=CALIBRATION, granularity="layer", chosen=chosen)
     assert layers_of(allocate(moved, WindowHeads(2), sink=0, recent=12)) == {0}
@@ -196,7 +196,7 @@ def test_whole_layers_become_layer_types_and_windows_of_tensorrt() -> None:
     [
         (windowed((1, 0), (2, 0), (2, 1)), r"layer 1 has windows on 1 of 2 KV heads .* Make the plan by layer"),
         (windowed((0, 0), (0, 1), windows={(0, 1): Window(0, 60)}), r"KV heads of layer 0 have 2 windows .* by layer"),
-        (windowed((0, 0), (0, 1), removable={(2, 1): "verdict"}), r"layer 2 drops 1 of 2 KV heads .* Prune the model"),
+        (windowed((0, 0), (0, 1), dropped={(2, 1): "verdict"}), r"layer 2 drops 1 of 2 KV heads .* Prune the model"),
         (windowed(), "the plan has no windows"),
     ],
 )

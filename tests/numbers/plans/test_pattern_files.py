@@ -126,7 +126,7 @@ def test_plans_that_the_formats_cannot_hold_are_refused(tmp_path: Path) -> None:
     wider = dataclasses.replace(plan.heads[0], window=Window(SINK, 512))
     with pytest.raises(PlanError, match=r"4 \+ 16 and 4 \+ 512"):
         write_pattern(dataclasses.replace(plan, heads=(wider, *plan.heads[1:])), tmp_path / "c")
-    dropping = make_plan(store, run_id, window_share=0.5, sink=SINK, recent=RECENT, removable={(0, 0): "verdict"})
+    dropping = make_plan(store, run_id, window_share=0.5, sink=SINK, recent=RECENT, dropped={(0, 0): "verdict"})
     with pytest.raises(PlanError, match="the plan drops 1 KV heads; rlkv has windows only"):
         write_pattern(dropping, tmp_path / "c", "rlkv")
     with pytest.raises(PlanError, match="headkv cannot be written"):

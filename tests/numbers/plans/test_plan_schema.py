@@ -41,7 +41,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> list[HeadPlan]:
     need = np.array([[0.9, 0.0, 0.1, 0.2], [0.3, 0.4, 0.01, 0.0]])
     store, run_id = write_scan(path / "s.duckdb", GRID, masses(need, TOKENS), TOKENS)
     plan = make_plan(
-        store, run_id, window_share=0.5, sink=SINK, recent=RECENT, removable={(0, 0): "verdict"}, validation={"a": [1]}
+        store, run_id, window_share=0.5, sink=SINK, recent=RECENT, dropped={(0, 0): "verdict"}, validation={"a": [1]}
     )
     uniform = make_plan(store, run_id, window_share=0.5, sink=SINK, recent=RECENT)
     write_pattern(uniform, path)
@@ -142,7 +142,7 @@ def test_a_window_of_nothing_in_a_file_is_refused(plans: list[HeadPlan], tmp_pat
         ("model.num_layers", 10**400, r"plan\.model\.num_layers is an integer of 1329 bits"),
         ("heads.1.score", 10**400, r"plan\.heads\[1\]\.score is an integer of 1329 bits"),
         ("heads.1.score", float("nan"), r"plan\.heads\[1\]\.score is nan"),
-        ("heads.1.evidence.entropy.mean", float("inf"), r"plan\.heads\[1\]\.evidence\.entropy\.mean is inf"),
+        ("query_heads.1.entropy", float("inf"), r"plan\.query_heads\[1\]\.entropy is inf"),
         ("heads.1.kv_head", [[]] * 10**5, r"plan\.heads\[1\]\.kv_head is a list"),
         ("version", 10**400, "has version an integer of 1329 bits"),
         ("validation", {"a": {"b": [1, 10**400]}}, r"plan\.validation\['a'\]\['b'\]\[1\] is an integer of 1329 bits"),
