@@ -225,8 +225,16 @@ def kept_keys(plan: object) -> KeptKeys:
             f"`plan={reprlib.repr(plan)}` is a {type(plan).__name__}, no plan. Read its file with"
             " headscan.load_plan(path)"
         )
-    if kept.kv_heads is None:
+    counts = kept.kv_heads or {}
+    for layer, count in counts.items():
+        if not isinstance(count, int) or count < 0:
+            raise PlanMismatchError(
+                f"`kv_heads` of layer {layer} is {count!r} (limit a whole number from 0 on). Change `kv_heads`"
+            )
+    unknown = [layer for layer in kept.layers if not counts.get(layer)]
+    if unknown or not counts:
         raise PlanMismatchError(
-            "the windows do not state the number of KV heads of each layer. Pass a plan, or `kv_heads` to KeptKeys.of"
+            f"the number of KV heads of layer {(unknown or [0])[0]} is unknown. Pass a plan, or give KeptKeys.of"
+            " `kv_heads`"
         )
     return kept

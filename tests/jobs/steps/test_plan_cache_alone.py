@@ -53,6 +53,10 @@ def test_layers_that_a_plan_does_not_describe_need_the_configuration(family: str
 
 def test_windows_without_the_numbers_of_kv_heads_make_no_cache() -> None:
     kept = headscan.KeptKeys.of([(0, 0, headscan.Window(1, 3))])
-    with pytest.raises(PlanMismatchError, match="do not state the number of KV heads"):
-        headscan.PlanCache(kept)
+    for counts in (None, {}, {1: 2}, {0: 0, 1: 2}):
+        with pytest.raises(PlanMismatchError, match="number of KV heads of layer 0 is unknown"):
+            headscan.PlanCache(headscan.KeptKeys.of(kept.windows, counts))
+    for wrong in (-1, "2", 2.0):
+        with pytest.raises(PlanMismatchError, match=r"`kv_heads` of layer 0 is .* \(limit a whole number"):
+            headscan.PlanCache(headscan.KeptKeys.of(kept.windows, {0: wrong}))  # type: ignore[dict-item]
     assert len(headscan.PlanCache(headscan.KeptKeys.of(kept.windows, {0: 2, 1: 2})).layers) == 2
