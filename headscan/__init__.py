@@ -4,7 +4,7 @@
     stats = headscan.collect(lm, input_ids, lengths)
     headscan.score(stats, "output_norm_ln")
     with headscan.intervene(lm, headscan.HeadMask([(3, 5)])): ...
-    lm.model.generate(**inputs, past_key_values=headscan.PlanCache(plan, lm.model.config))
+    lm.model.generate(**inputs, past_key_values=headscan.PlanCache(plan))
     headscan.save_pruned(headscan.slice_heads(lm, [(3, 5)]), "smaller-model")
 
 Importing this package does not load torch; each public name imports its module when it is first used. The import also
@@ -57,8 +57,6 @@ if TYPE_CHECKING:
     from headscan.grid import AttentionSite as AttentionSite
     from headscan.grid import Head as Head
     from headscan.grid import HeadGrid as HeadGrid
-    from headscan.kv.kept_keys import KeptKeys as KeptKeys
-    from headscan.kv.kept_keys import Window as Window
     from headscan.kv.kv_damage import kv_damage as kv_damage
     from headscan.kv.kv_windows import KvWindows as KvWindows
     from headscan.kv.plan_cache import PlanCache as PlanCache
@@ -72,6 +70,8 @@ if TYPE_CHECKING:
     from headscan.pruning.save_model import save_pruned as save_pruned
     from headscan.pruning.slice_heads import slice_heads as slice_heads
     from headscan.statistics.scores import score as score
+    from headscan.windows import KeptKeys as KeptKeys
+    from headscan.windows import Window as Window
 
 __version__ = "1.0.0rc1"
 
@@ -91,7 +91,7 @@ _HOMES = {
     "HeadSamples": "ablation.collect_outputs",
     "HeadscanError": "errors",
     "InterventionRecord": "ablation.intervention",
-    "KeptKeys": "kv.kept_keys",
+    "KeptKeys": "windows",
     "KvWindows": "kv.kv_windows",
     "LoadedModel": "models.loaded_model",
     "MassWidths": "catalog",
@@ -101,7 +101,7 @@ _HOMES = {
     "ScoredAblation": "ablation.rules",
     "Sharding": "models.loaded_model",
     "SiteMask": "ablation.masks",
-    "Window": "kv.kept_keys",
+    "Window": "windows",
     "collect": "measure.collect",
     "head_means": "ablation.collect_outputs",
     "head_samples": "ablation.collect_outputs",

@@ -446,26 +446,6 @@ RANKED_CRITERIA: tuple[str, ...] = tuple(name for name, declared in CRITERIA.ite
 ReplacementKind = Literal["zero", "mean", "resample"]
 
 
-def whole_blocks(tokens: int, block: int | None) -> int:
-    """Return tokens rounded up to whole blocks; None counts tokens."""
-    return tokens if block is None else -(-tokens // block) * block
-
-
-def is_chunk(chunk: int | None, block: int | None) -> bool:
-    """Return True if windows can have chunks of so many tokens: 1, or whole blocks."""
-    return chunk is None or chunk == 1 or chunk % (block or 1) == 0
-
-
-def kept_by_window(tokens: int, sink: int, recent: int, block: int | None = None, chunk: int | None = None) -> int:
-    """Return the tokens that a window keeps after ``tokens`` tokens: the blocks of its first tokens, and those that the
-    last token sees. None is 1; see `headscan.kv.kept_keys.Window` for the rule.
-    """
-    block, chunk = block or 1, chunk or 1
-    start = max(0, ((tokens - 1) // chunk * chunk - recent + 1) // block * block)
-    end = whole_blocks(tokens, block)
-    return min(end, whole_blocks(sink, block) + end - start)
-
-
 def head_count(share: float, total: int) -> int:
     """Return the number of heads of a share (0 to 1) of ``total`` heads: the nearest one, halves up, and at least 1."""
     return max(1, floor(share * total + 0.5))

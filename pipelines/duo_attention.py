@@ -57,8 +57,8 @@ def agreement(plan: HeadPlan, values: np.ndarray) -> dict[str, float]:
     from scipy.stats import spearmanr
 
     heads = plan.heads
-    own = np.array([head.action == "full" for head in heads])
-    scores = np.array([head.score for head in heads])
+    own = np.array([head.window is None for head in heads])
+    scores = np.array([head.keep_score for head in heads])
     theirs = np.array([values[head.layer, head.kv_head] for head in heads])
     full = np.zeros(len(heads), dtype=bool)
     full[np.argsort(-theirs, kind="stable")[: own.sum()]] = True

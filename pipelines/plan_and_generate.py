@@ -39,7 +39,7 @@ lm = headscan.load("demo", device="cpu", dtype="float32")
 tokenizer = lm.require_tokenizer()
 ids = torch.tensor([tokenizer(inspect.getsource(json)[:1200])["input_ids"]])
 plan = headscan.load_plan(folder / "head_plan.json")
-for name, cache in (("full cache", None), ("plan", headscan.PlanCache(plan, lm.model.config))):
+for name, cache in (("full cache", None), ("plan", headscan.PlanCache(plan))):
     with torch.no_grad():
         written = lm.model.generate(  # type: ignore[operator]  # transformers mixes it in without a type
             ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=24, do_sample=False

@@ -28,7 +28,6 @@ from headscan.catalog import MassWidths
 from headscan.cluster.placements import WholePlacement
 from headscan.cluster.pool import InProcessPool
 from headscan.engine.prompt_losses import ALL_KEYS, PromptPool, Prompts, recall_prompts, text_prompts
-from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.model_spec import ModelSpec
 from headscan.plans import (
     HeadPlan,
@@ -45,13 +44,13 @@ from headscan.runs.progress import Progress
 from headscan.runs.run_context import Run
 from headscan.settings.measure_settings import ProbeConfig, ScanConfig
 from headscan.settings.saving_settings import PlanConfig
-from headscan.steps.damage_measurement import Measurement
-from headscan.steps.run_plan import run_plan
+from headscan.steps.run_plan import model_to_plan, run_plan
 from headscan.steps.run_probe import run_probe
 from headscan.steps.run_scan import run_scan
 from headscan.store.store import Store
 from headscan.text_tables import text_table
 from headscan.texts import CorpusSpec, TokenConfig
+from headscan.windows import KeptKeys, Window
 
 #: The plan that is compared with all others.
 MEASURED = "measured"
@@ -122,7 +121,7 @@ def losses_of_plans(run: Run, config: PlanConfig, options: argparse.Namespace) -
     """Return the loss of each plan on unseen texts and prompts, by number of windows."""
     counts = options.windows
     if options.by_layer:
-        counts = sorted({whole_layers(Measurement.of(config, run).model, count) for count in counts})
+        counts = sorted({whole_layers(model_to_plan(run), count) for count in counts})
     plans = plans_by_budget(run, config, counts, by_layer=options.by_layer)
     rows = []
     for prompts in judged_prompts(run, config, options):
@@ -137,7 +136,7 @@ def losses_of_plans(run: Run, config: PlanConfig, options: argparse.Namespace) -
         total = len(sets) * len(prompts.requests)
         with run.resumable_numbers(record) as known, Progress(f"plans on {prompts.name}", total, "prompts") as progress:
             pool = PromptPool(run.pool, config.batch_tokens, known=known, progress=progress)
-            nats = pool.losses(prompts.requests, sets).nats
+            nats, _ = pool.losses(prompts.requests, sets)
         lost = iter(nats[1:] - nats[:1])
         for count, named in plans.items():
             found = {name: next(lost) for name in named}
@@ -210,7 +209,7 @@ def plans_by_budget(
     run_scan(settings, run)
     run_probe(ProbeConfig(run.model, ("retrieval_score",), config.corpus), run)
     unsearched = run_plan(replace(config, confirm=False), run, WindowHeads(counts[0]))
-    candidates = [head for head in unsearched.heads if head.head_class != "protected"]
+    candidates = [head for head in unsearched.heads if head.score is not None]
     estimated = [(head.layer, head.kv_head) for head in sorted(candidates, key=lambda head: head.score)]
     for count in counts:
         budget, start = WindowHeads(count), time.perf_counter()

@@ -33,6 +33,7 @@ ALLOWED = {
         "headscan.catalog",
         "headscan.errors",
         "headscan.text_tables",
+        "headscan.windows",
     },
     "jobs": {
         "instrument",

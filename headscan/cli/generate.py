@@ -51,7 +51,6 @@ class Generate(ModelVerb):
         plan = load_plan(self.text.plan)  # the imports below load torch, which takes seconds
         text = _read(self.text.prompt_file)
         from headscan.jobs import job_functions
-        from headscan.kv.kept_keys import KeptKeys
         from headscan.steps.plan_arms import narrowest_window
 
         spec, identity = self.identified()
@@ -59,7 +58,7 @@ class Generate(ModelVerb):
         found = job_functions.generate(config, **self.devices.job_options(identity, type(self)))
         rows = [{"cache": name, **asdict(one)} for name, one in _both(found).items()]
         facts = {name: getattr(found, name) for name in ("prompt_tokens", "first_difference")}
-        narrowest = narrowest_window(KeptKeys.of_plan(plan))
+        narrowest = narrowest_window(plan.kept)
         no_gain = narrowest is None or found.prompt_tokens + len(found.full.tokens) <= narrowest
         return Result(rows, lambda: _comparison_text(found, no_gain=no_gain), {"plan": self.text.plan, **facts})
 

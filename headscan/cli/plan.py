@@ -204,7 +204,7 @@ class Plan(OptionalModelVerb, RunVerb):
 
     def _measured(self) -> HeadPlan:
         from headscan.jobs import job_functions
-        from headscan.settings.saving_settings import LossLimit
+        from headscan.plans import LossLimit
 
         corpus = self.measured.required(self)
         spec, identity = self.identified()

@@ -20,7 +20,6 @@ from headscan.engine.bundles import FROM_TOKENS, BundleItem, Start, bundle_passe
 from headscan.engine.likelihood import LikelihoodItem
 from headscan.engine.staged_likelihood import answer_in_ranges
 from headscan.errors import NotFiniteError, SequenceError
-from headscan.kv.kept_keys import KeptKeys
 from headscan.kv.kv_windows import KvWindows
 from headscan.long_work import KnownNumbers, WorkKey, hash_of
 from headscan.models.model_facts import UNVARYING, RopeLengths
@@ -31,6 +30,7 @@ from headscan.settings.evaluation_settings import RecallQuestions
 from headscan.texts import CorpusSpec, TokenConfig, open_corpus, sequences
 from headscan.texts.recall_tasks import recall_questions
 from headscan.texts.token_requests import LogLikelihood, Request, Responses, answer_item
+from headscan.windows import KeptKeys
 
 T = TypeVar("T")
 
@@ -114,14 +114,6 @@ def recall_prompts(identity: ModelIdentity, tokens: int, count: int, seed: int) 
 
 
 @dataclass(frozen=True)
-class Losses:
-    """Mean losses of requests under sets of windows, and shares of greedy scored tokens; both (sets, requests)."""
-
-    nats: np.ndarray
-    greedy: np.ndarray
-
-
-@dataclass(frozen=True)
 class PromptPool:
     """A pool that measures prompts, in passes of ``batch_tokens`` tokens. Items that ``known`` has are not measured
     again. ``progress`` counts prompts, once for each set of windows. ``starts`` comes from `starts_under_windows`; None
@@ -135,9 +127,12 @@ class PromptPool:
     progress: Progress | None = None
     starts: frozenset[Start] | None = None
 
-    def losses(self, requests: Sequence[Request], sets: Sequence[KeptKeys], base: KeptKeys = ALL_KEYS) -> Losses:
-        """Return the losses of requests under each set of windows; `ALL_KEYS` is the full cache. A pass goes on from
-        that of ``base`` at the first layer in which the windows differ, which changes no number.
+    def losses(
+        self, requests: Sequence[Request], sets: Sequence[KeptKeys], base: KeptKeys = ALL_KEYS
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the mean losses of requests under each set of windows, and the shares of greedy scored tokens, both
+        (sets, requests). `ALL_KEYS` is the full cache. A pass goes on from that of ``base`` at the first layer in which
+        the windows differ, which changes no number.
         """
         staged = self.pool.staged
         *ablations, under = [KvWindows(kept, "windows") if kept.windows else None for kept in (*sets, base)]
@@ -191,7 +186,7 @@ class PromptPool:
             greedy[at] = greedy_tokens / scored[part]
         if wrong := int((~np.isfinite(nats)).sum()):
             raise NotFiniteError(f"NaN or infinite losses: {wrong} of {nats.size} (limit 0). Use another `dtype`")
-        return Losses(nats, greedy)
+        return nats, greedy
 
     def _parts(self, requests: Sequence[Request], rows: Iterable[int]) -> list[list[int]]:
         """Return the rows in order, in parts of about one pass, each of which a stopped job measures again."""
@@ -240,9 +235,11 @@ def starts_under_windows(pool: Pool) -> frozenset[Start]:
     return frozenset() if pool.staged else pool.one(possible_starts, ())
 
 
-def refusal(prompts: Prompts, losses: Losses) -> str | None:
-    """Return why a recall task is left out, from its losses with the full cache; None if the model can do it."""
-    right = float(losses.greedy[0].mean())
+def refusal(prompts: Prompts, greedy: np.ndarray) -> str | None:
+    """Return why a recall task is left out, from the shares of greedy tokens (1, prompts) with the full cache; None if
+    the model can do it.
+    """
+    right = float(greedy[0].mean())
     if right >= _ABLE:
         return None
     return (

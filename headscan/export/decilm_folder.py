@@ -21,7 +21,7 @@ from headscan.export.layer_types_folder import windows_of
 from headscan.export.llama_folder import llama_fields, llama_weights, write_folder
 from headscan.export.servable_model import HeadSlots, HeldSize, ServableModel, ServedForm
 from headscan.models.loaded_model import LoadedModel
-from headscan.plans import HeadPlan, SlidingLayers
+from headscan.plans import HeadPlan
 
 #: The configuration class: engines read ``block_configs`` as objects, and its model type belongs to no library.
 _CODE = '''"""The configuration of this model."""
@@ -63,7 +63,7 @@ class WrittenDecilm:
     bytes: int
     has_ffn_mult: bool
     sizes: tuple[HeldSize, ...]
-    windows: SlidingLayers | None = None
+    windows: Mapping[str, Any] | None = None
 
 
 def write_decilm(
@@ -78,7 +78,7 @@ def write_decilm(
     places, weights = _weights(served)
     config = _config(served, places, weights)
     if windows is not None:
-        config |= {"layer_types": list(windows.layer_types), "sliding_window": windows.sliding_window}
+        config |= windows
     nbytes = write_folder(lm, target, weights, config, code={_CODE_FILE: _CODE}, max_shard_size=max_shard_size)
     has_mult = "ffn_mult" in config["block_configs"][0]["ffn"]
     parameters = sum(each.numel() for each in weights.values())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
@@ -22,7 +22,7 @@ from headscan.settings.saving_settings import Architecture, GgufType
 if TYPE_CHECKING:
     from headscan.export.servable_model import HeldSize
     from headscan.models.loaded_model import LoadedModel
-    from headscan.plans import HeadPlan, SlidingLayers
+    from headscan.plans import HeadPlan
     from headscan.plans.pattern_files import PatternFormat
     from headscan.store.store import Store
 
@@ -79,7 +79,7 @@ def _decilm(config: ExportConfig, store: Store | None) -> Exported:
     if not written.has_ffn_mult:
         lines.append("the width of the MLP is no multiple of 256, so SGLang cannot read it; vLLM can")
     if written.windows is not None:
-        facts["sliding_window"] = written.windows.sliding_window
+        facts["sliding_window"] = written.windows["sliding_window"]
         lines.append(f"{_windows(written.windows)}; vLLM reads them, and the table does not count what they save")
     return Exported((folder,), facts, tuple(lines), sizes=written.sizes)
 
@@ -97,7 +97,7 @@ def _layer_types(config: ExportConfig, store: Store | None) -> Exported:
         use = f"serve it with `vllm serve {quote(folder)}`; transformers ignores the windows of a Llama"
     return Exported(
         (folder,),
-        {"folder": folder, "bytes": written.bytes, "sliding_window": windows.sliding_window},
+        {"folder": folder, "bytes": written.bytes, "sliding_window": windows["sliding_window"]},
         (f"{folder}: {format_bytes(written.bytes)}", _windows(windows), use),
         _layer_rows(windows),
     )
@@ -109,11 +109,11 @@ def _layer_fields(plan: HeadPlan, out: str | Path) -> Exported:
     from headscan.store.output_files import write_text
 
     windows = sliding_layers(plan)
-    path = str(write_text(out, json.dumps(asdict(windows)) + "\n"))
+    path = str(write_text(out, json.dumps(windows) + "\n"))
     use = f'written to {path}, for `vllm serve MODEL --hf-overrides "$(cat {quote(path)})"` with a MODEL of type llama'
     return Exported(
         (path,),
-        {"file": path, "sliding_window": windows.sliding_window},
+        {"file": path, "sliding_window": windows["sliding_window"]},
         (_windows(windows), use),
         _layer_rows(windows),
     )
@@ -125,35 +125,34 @@ def _vllm(config: ExportConfig, store: Store | None) -> Exported:
 
     assert config.model is not None
     model, source = config.model.config(), config.model.source
-    made = vllm_overrides(_plan(config), model, source)
-    path = str(write_text(config.out, json.dumps(made.fields, separators=(",", ":")) + "\n"))
-    heads = sum(map(len, made.windows.heads))
-    widths = ", ".join(f"{sink} first and {recent} last tokens" for sink, recent in made.windows.windows[:3])
-    more = len(made.windows.windows) - 3
-    lines = [f"{made.windows.windowed} of {heads} KV heads keep {widths}" + (f", or {more} more" if more > 0 else "")]
+    overrides, is_decilm = vllm_overrides(_plan(config), model, source)
+    path = str(write_text(config.out, json.dumps(overrides, separators=(",", ":")) + "\n"))
+    windows = overrides["head_plan"]["windows"]
+    kept = [window for row in overrides["head_plan"]["heads"] for window in row]
+    windowed = sum(window > 0 for window in kept)
+    widths = ", ".join(f"{sink} first and {recent} last tokens" for sink, recent in windows[:3])
+    more = len(windows) - 3
+    lines = [f"{windowed} of {len(kept)} KV heads keep {widths}" + (f", or {more} more" if more > 0 else "")]
     folder, options = quote(source), ""
-    if made.is_decilm:
+    if is_decilm:
         folder, options = quote(f"{source.rstrip('/')}-served"), " --trust-remote-code"
         lines.append(f"write the folder with `headscan export decilm {quote(source)} --out {folder}`")
     use = f'vllm serve {folder}{options} --hf-overrides "$(cat {quote(path)})"'
     lines.append(f"written to {path}; with the plugin headscan-vllm serve it with `{use}`")
-    return Exported((path,), {"file": path, "windowed": made.windows.windowed, "kv_heads": heads}, tuple(lines))
+    return Exported((path,), {"file": path, "windowed": windowed, "kv_heads": len(kept)}, tuple(lines))
 
 
 def _tensorrt_llm(config: ExportConfig, store: Store | None) -> Exported:
     from headscan.plans import cache_windows
     from headscan.store.output_files import write_text
 
-    windows = cache_windows(_plan(config))
-    arguments = {name: value for name, value in asdict(windows).items() if value is not None}
+    arguments = cache_windows(_plan(config))
     # JSON is YAML, too.
     path = str(write_text(config.out, json.dumps({"kv_cache_config": arguments}, indent=2) + "\n"))
-    words = ", ".join(
-        f"{name}={list(value) if isinstance(value, tuple) else value}" for name, value in arguments.items()
-    )
+    words = ", ".join(f"{name}={value}" for name, value in arguments.items())
     use = f"written to {path}, for `trtllm-serve MODEL --extra_llm_api_options {quote(path)}`"
     lines = [f"KvCacheConfig({words})", use]
-    if windows.sink_token_length:
+    if "sink_token_length" in arguments:
         lines.append("TensorRT-LLM keeps first tokens on its C++ backend alone; the PyTorch backend ignores them")
     return Exported((path,), {"file": path}, tuple(lines), (arguments,))
 
@@ -325,13 +324,13 @@ def _files(paths: Iterable[object]) -> Exported:
     return Exported(files, lines=files, rows=tuple({"file": file} for file in files))
 
 
-def _layer_rows(windows: SlidingLayers) -> tuple[Mapping[str, Any], ...]:
-    return tuple({"layer": layer, "layer_type": kind} for layer, kind in enumerate(windows.layer_types))
+def _layer_rows(windows: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    return tuple({"layer": layer, "layer_type": kind} for layer, kind in enumerate(windows["layer_types"]))
 
 
-def _windows(windows: SlidingLayers) -> str:
-    layers = [layer for layer, kind in enumerate(windows.layer_types) if kind == "sliding_attention"]
+def _windows(windows: Mapping[str, Any]) -> str:
+    layers = [layer for layer, kind in enumerate(windows["layer_types"]) if kind == "sliding_attention"]
     return (
-        f"{len(layers)} of {len(windows.layer_types)} layers see {windows.sliding_window} tokens: "
+        f"{len(layers)} of {len(windows['layer_types'])} layers see {windows['sliding_window']} tokens: "
         f"{', '.join(map(str, layers))}"
     )

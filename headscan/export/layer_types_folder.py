@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from headscan.errors import ExportError
 from headscan.export.llama_folder import llama_fields, llama_weights, write_folder
 from headscan.export.servable_model import ServableModel
 from headscan.models.loaded_model import LoadedModel
-from headscan.plans import HeadPlan, SlidingLayers, check_model, sliding_layers
+from headscan.plans import HeadPlan, check_model, sliding_layers
 from headscan.settings.saving_settings import Architecture
 
 _CLASSES: dict[Architecture, str] = {"llama": "LlamaForCausalLM", "ministral": "MinistralForCausalLM"}
@@ -22,11 +23,11 @@ _CLASSES: dict[Architecture, str] = {"llama": "LlamaForCausalLM", "ministral": "
 
 @dataclass(frozen=True)
 class WrittenLayerTypes:
-    """A written folder, the bytes of its weights, and its windows."""
+    """A written folder, the bytes of its weights, and the fields of its windows."""
 
     folder: Path
     bytes: int
-    windows: SlidingLayers
+    windows: dict[str, Any]
 
 
 def write_layer_types(
@@ -52,14 +53,13 @@ def write_layer_types(
         "architectures": [_CLASSES[architecture]],
         "model_type": architecture,
         "num_key_value_heads": places[0].kv_heads,
-        "layer_types": list(windows.layer_types),
-        "sliding_window": windows.sliding_window,
+        **windows,
     }
     nbytes = write_folder(lm, folder, weights, config)
     return WrittenLayerTypes(Path(folder), nbytes, windows)
 
 
-def windows_of(lm: LoadedModel, plan: HeadPlan) -> SlidingLayers:
-    """Return the windows of a plan; raise PlanError if it is for a model with other heads."""
+def windows_of(lm: LoadedModel, plan: HeadPlan) -> dict[str, Any]:
+    """Return the fields of a plan; raise PlanError if it is for a model with other heads."""
     check_model(plan, grid=lm.grid.at("self").as_dicts())
     return sliding_layers(plan)

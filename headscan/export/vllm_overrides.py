@@ -6,13 +6,12 @@ a head of the plan can.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from headscan.errors import ExportError
 from headscan.export.decilm_folder import ARCHITECTURE, decilm_slots
 from headscan.export.servable_model import obstacle, own_slots
-from headscan.plans import HeadPlan, HeadWindows, PlanError, head_windows
+from headscan.plans import HeadPlan, PlanError, head_windows
 from headscan.pruning.format.attention_parts import LayerHeads
 from headscan.pruning.format.pruned_model import MODEL_TYPE, heads_of
 
@@ -25,23 +24,15 @@ _VERSION = 1
 _MODEL = ("hidden_size", "intermediate_size", "vocab_size")
 
 
-@dataclass(frozen=True)
-class VllmOverrides:
-    """Fields for ``--hf-overrides``, the windows in them, and True if the model is served from a DeciLM folder."""
-
-    fields: dict[str, Any]
-    windows: HeadWindows
-    is_decilm: bool
-
-
-def vllm_overrides(plan: HeadPlan, config: Any, source: str) -> VllmOverrides:
-    """Return the fields of a plan for a model with a configuration.
+def vllm_overrides(plan: HeadPlan, config: Any, source: str) -> tuple[dict[str, Any], bool]:
+    """Return the fields for ``--hf-overrides`` of a plan for a model with a configuration, and True if the model is
+    served from a DeciLM folder.
 
     Raises:
         ExportError: The plugin does not serve the model.
         PlanError: The plan has no windows, drops heads, or has other heads than the model.
     """
-    windows = head_windows(plan)
+    windows, rows = head_windows(plan)
     is_decilm = config.model_type == MODEL_TYPE
     if is_decilm:
         if reason := obstacle(config, source, "DeciLM folders"):
@@ -59,19 +50,21 @@ def vllm_overrides(plan: HeadPlan, config: Any, source: str) -> VllmOverrides:
                 " Use the plan with `headscan generate`"
             )
         own = (config.num_key_value_heads,) * config.num_hidden_layers
-    if tuple(map(len, windows.heads)) != own:
+    if tuple(map(len, rows)) != own:
         raise PlanError(f"the plan was made for {plan.model.name} with other KV heads. Make a plan for {source}")
     if is_decilm:
         places = decilm_slots(own_slots(heads), max(each.heads for each in heads))
-        windows = windows.padded(tuple(each.kv_heads for each in places))
+        # Further KV heads hold zeros, so they keep the narrowest window.
+        least = 1 + min(range(len(windows)), key=lambda at: sum(windows[at]))
+        rows = [row + [least] * (each.kv_heads - len(row)) for row, each in zip(rows, places, strict=True)]
     fields = {
         "version": _VERSION,
         "model": {name: getattr(config, name) for name in _MODEL},
-        "windows": windows.windows,
-        "heads": windows.heads,
+        "windows": windows,
+        "heads": rows,
     }
     if plan.block is not None:
         fields["block"] = plan.block
     if plan.chunk not in (None, 1):  # without chunks each token sees its own window
         fields["chunk"] = plan.chunk
-    return VllmOverrides({"architectures": [_PREFIX + architecture], "head_plan": fields}, windows, is_decilm)
+    return {"architectures": [_PREFIX + architecture], "head_plan": fields}, is_decilm

@@ -51,6 +51,7 @@ from headscan.measure.probe_settings import BehaviourProbe as BehaviourProbe
 from headscan.model_spec import ModelSpec as ModelSpec
 from headscan.plans import HeadPlan as HeadPlan
 from headscan.plans import KVBytes as KVBytes
+from headscan.plans import LossLimit as LossLimit
 from headscan.plans import WindowHeads as WindowHeads
 from headscan.plans import WindowShare as WindowShare
 from headscan.pruning.head_selection import SelectionConfig as SelectionConfig
@@ -73,7 +74,6 @@ from headscan.settings.measure_settings import Part as Part
 from headscan.settings.measure_settings import ProbeConfig as ProbeConfig
 from headscan.settings.measure_settings import ScanConfig as ScanConfig
 from headscan.settings.saving_settings import GenerateConfig as GenerateConfig
-from headscan.settings.saving_settings import LossLimit as LossLimit
 from headscan.settings.saving_settings import PlanConfig as PlanConfig
 from headscan.settings.saving_settings import PruneTexts as PruneTexts
 from headscan.settings.saving_settings import RecallPrompts as RecallPrompts

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from headscan.engine.arms import Arm
     from headscan.export.formats import ExportConfig, Exported
     from headscan.model_spec import ModelSpec
-    from headscan.plans import BudgetRequest, HeadPlan
+    from headscan.plans import BudgetRequest, HeadPlan, LossLimit
     from headscan.settings.evaluation_settings import AblateConfig, EvaluateConfig, SweepConfig
     from headscan.settings.measure_settings import (
         GatesConfig,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         ProbeConfig,
         ScanConfig,
     )
-    from headscan.settings.saving_settings import GenerateConfig, LossLimit, PlanConfig
+    from headscan.settings.saving_settings import GenerateConfig, PlanConfig
     from headscan.steps.prune.prune_config import PruneConfig
     from headscan.steps.prune.run_prune import PruneResult
     from headscan.steps.referee.run_labelled_referee import LabelledRefereeConfig, LabelledRefereeResult

@@ -27,7 +27,6 @@ from headscan.errors import NotFiniteError, PlanMismatchError, SequenceError, Un
 from headscan.gradients.backward import backward
 from headscan.gradients.losses import NextTokenLoss
 from headscan.grid import AttentionSite, HeadGrid
-from headscan.kv.kept_keys import HeadGroup, Window, checked_window
 from headscan.kv.kv_windows import windowed
 from headscan.kv.padded_masks import MaskReader
 from headscan.kv.window_keys import windowed_output
@@ -37,9 +36,7 @@ from headscan.models.loaded_model import LoadedModel, check_loaded
 from headscan.models.token_batches import pass_tokens, run_halving, whole_batches
 from headscan.options import BATCH_TOKENS
 from headscan.sizing.model_sizes import NO_CACHE, LayerCache, find_caches
-
-#: A (layer, KV head).
-KvHead = tuple[int, int]
+from headscan.windows import KvHead, Window
 
 
 def window_candidates(lm: LoadedModel) -> tuple[KvHead, ...]:
@@ -138,7 +135,7 @@ def _near(call: ScoredCall, window: Window, masks: MaskReader) -> Tensor:
     """Return the windowed output (B, H, N, Dv), differentiable."""
     if _plain(call):
         return _output(call, window)
-    return windowed(call, (HeadGroup(tuple(range(call.num_key_value_heads)), window),), masks)
+    return windowed(call, ((tuple(range(call.num_key_value_heads)), window),), masks)
 
 
 def _plain(call: ScoredCall) -> bool:
@@ -229,7 +226,9 @@ def kv_damages_by_sequence(
         block: Tokens of a block of the KV cache, in which a serving engine keeps windows; see `Window`.
         batch_tokens: Tokens of one pass, padding included.
     """
-    window = checked_window(sink, recent, block)
+    if recent < 1 or sink < 0:
+        raise PlanMismatchError(f"window of `sink={sink}`, `recent={recent}` (limit sink 0, recent 1). Widen it")
+    window = Window(sink, recent, block)
     if not gates or not all(0 <= gate <= 1 for gate in gates):
         raise PlanMismatchError(f"`gates={tuple(gates)}` (limit 0 to 1, at least one). Change them")
     candidates = window_candidates(lm)

@@ -21,11 +21,11 @@ from headscan.attention.calls import AttentionCall, ScoredCall
 from headscan.attention.hooks import attention_hook
 from headscan.errors import PlanMismatchError, UnsupportedModelError, check_type
 from headscan.grid import AttentionSite
-from headscan.kv.kept_keys import DROPPED, HeadGroup, KeptKeys, KvHeadPlan
 from headscan.kv.padded_masks import MaskReader
 from headscan.kv.plan_cache import PlanCache
 from headscan.kv.window_keys import seen_by_window, windowed_output
 from headscan.models.loaded_model import LoadedModel
+from headscan.windows import DROPPED, HeadGroup, KeptKeys, Window
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class KvWindows(Intervention):
         return self.name
 
     def __post_init__(self) -> None:
-        to_pass = "a KeptKeys, such as `KeptKeys.of_plan(plan)`"
+        to_pass = "a KeptKeys, such as `plan.kept`"
         check_type("kept", self.kept, KeptKeys, to_pass, PlanMismatchError)
 
     @property
@@ -81,8 +81,8 @@ def _of_call(groups: tuple[HeadGroup, ...], site: AttentionSite, shown: int) -> 
     copies = shown // site.num_key_value_heads
     kv_head_of = site.kv_index or tuple(at // copies for at in range(shown))
     return tuple(
-        HeadGroup(tuple(at for at, kv_head in enumerate(kv_head_of) if kv_head in group.kv_heads), group.window)
-        for group in groups
+        (tuple(at for at, kv_head in enumerate(kv_head_of) if kv_head in kv_heads), window)
+        for kv_heads, window in groups
     )
 
 
@@ -95,19 +95,19 @@ def windowed(call: AttentionCall, groups: tuple[HeadGroup, ...], masks: MaskRead
             "windows need a model whose attention shows its keys; this one computes its own weights. Load it with "
             "`attn_implementation='sdpa'`"
         )
-    if len(groups) == 1 and groups[0].window is None:
+    if len(groups) == 1 and groups[0][1] is None:
         return output_after(call)
     B, H, N, _ = call.query_BHND.shape
     K = call.num_key_value_heads
     real_BS = None if call.mask is None else masks.read(call.mask, place=True).real_BS
     out = call.query_BHND.new_zeros(B, K, H // K, N, call.value_dim)
-    for group in groups:
-        if group.window == DROPPED:
+    for kv_heads, window in groups:
+        if window == DROPPED:
             continue
-        heads = _selection(group.kv_heads, 1, call.device)
-        part = _of_kv_heads(call, group.kv_heads)
-        output = output_after(part) if group.window is None else _windowed(part, group, real_BS)
-        out[:, heads] = output.unflatten(1, (len(group.kv_heads), -1))
+        heads = _selection(kv_heads, 1, call.device)
+        part = _of_kv_heads(call, kv_heads)
+        output = output_after(part) if window is None else _windowed(part, window, real_BS)
+        out[:, heads] = output.unflatten(1, (len(kv_heads), -1))
     return out.flatten(1, 2)
 
 
@@ -146,9 +146,7 @@ def _select(x: Tensor, heads: slice | Tensor) -> Tensor:
     return x[:, heads] if isinstance(heads, slice) else x.index_select(1, heads)
 
 
-def _windowed(call: ScoredCall, group: HeadGroup, real_BS: Tensor | None) -> Tensor:
-    window = group.window
-    assert window is not None
+def _windowed(call: ScoredCall, window: Window, real_BS: Tensor | None) -> Tensor:
     plain = call.mask is None and call.bias is None and call.softcap is None and call.sinks_BHN is None
     if plain:
         tensors = (call.query_BHND, call.key_BKSD, call.value_BKSD)
@@ -166,9 +164,9 @@ def _windowed(call: ScoredCall, group: HeadGroup, real_BS: Tensor | None) -> Ten
 def _dropped(site: AttentionSite, groups: tuple[HeadGroup, ...]) -> Tensor:
     """Return which query heads of a layer output zero: bool (1, H)."""
     dropped_K = torch.zeros(site.num_key_value_heads, dtype=torch.bool)
-    for group in groups:
-        if group.window == DROPPED:
-            dropped_K[list(group.kv_heads)] = True
+    for kv_heads, window in groups:
+        if window == DROPPED:
+            dropped_K[list(kv_heads)] = True
     return dropped_K[list(site.kv_head_of)][None]
 
 
@@ -180,7 +178,7 @@ class KvEviction(Intervention):
     other keys, so only tokens read after that see the loss of windows.
     """
 
-    plan: KvHeadPlan
+    kept: KeptKeys
     name: str = field(default="plan", compare=False)
     fixed = True
     # The cache calls the model's own kernel, for each group of heads; the kernels of rules would be no nearer.
@@ -192,12 +190,8 @@ class KvEviction(Intervention):
     def label(self) -> str:
         return self.name
 
-    @property
-    def kept(self) -> KeptKeys:
-        return KeptKeys.of_plan(self.plan)
-
     def new_cache(self, lm: LoadedModel, *, context: bool = True) -> PlanCache:
-        return PlanCache(self.plan, lm.model.config, prefill="full" if context else "window")
+        return PlanCache(self.kept, lm.model.config, prefill="full" if context else "window")
 
     def hooks(self, lm: LoadedModel, record: InterventionRecord) -> AbstractContextManager[object]:
         return cache_attention(lm.model)

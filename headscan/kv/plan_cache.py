@@ -25,9 +25,9 @@ from transformers.cache_utils import (
 
 from headscan.attention.cache_attention import register
 from headscan.errors import PlanMismatchError
-from headscan.kv.kept_keys import KeptKeys, KvHeadPlan, engine_sizes
 from headscan.kv.padded_masks import MaskReader
 from headscan.kv.plan_layer import PlanLayer, PlanMixedLayer, Prefill
+from headscan.windows import kept_keys
 
 
 class PlanCache(Cache):
@@ -43,10 +43,11 @@ class PlanCache(Cache):
     the cache, so it saves little.
 
     Args:
-        plan: A plan with an entry for every KV head, such as a `HeadPlan` from `headscan.load_plan` (a file of
-            ``headscan plan``), `headscan.make_plan` (a stored scan or probe) or `headscan.jobs.plan`.
-        config: Configuration of the model, needed for models in which not every layer has attention with a full
-            cache; None assumes that all have.
+        plan: A `HeadPlan` from `headscan.load_plan` (a file of ``headscan plan``), `headscan.make_plan` (a stored scan
+            or probe) or `headscan.jobs.plan`, or a `KeptKeys` with the number of KV heads of each layer.
+        config: Configuration of the model, needed only for models with layers that a plan does not describe: those
+            without attention, those that read the keys of others, and chunked ones. None takes all layers from
+            the plan.
         prefill: ``window``: each prompt token sees its window, so the result does not depend on the passes, and with a
             plan for a serving engine it is what the engine computes. ``full``: the first pass sees all keys, and the
             cache shrinks after it (as kvpress does); it fits a prompt in several passes only if the first one holds
@@ -63,24 +64,27 @@ class PlanCache(Cache):
 
     def __init__(
         self,
-        plan: KvHeadPlan,
+        plan: object,
         config: PreTrainedConfig | None = None,
         *,
         prefill: Prefill = "window",
         max_tokens: int | None = None,
     ) -> None:
         _check_options(config, prefill, max_tokens)
-        kept = KeptKeys.of_plan(plan)
-        kv_heads, (block, _) = _counts(plan), engine_sizes(plan)
+        kept = kept_keys(plan)
+        kv_heads = kept.kv_heads or {}
         layers: list[Any]
         if config is None:
-            missing = next((at for at, layer in enumerate(sorted(kv_heads)) if layer != at), None)
+            missing = next((layer for layer in range(max(kv_heads, default=-1) + 1) if not kv_heads.get(layer)), None)
             if missing is not None:
                 raise PlanMismatchError(
                     f"the plan has no entry for layer {missing}, whose cache depends on the model. Pass its"
                     " configuration as `config`"
                 )
-            layers = [DynamicLayer() for _ in kv_heads]
+            layers = [
+                DynamicSlidingWindowLayer(kept.sliding[layer]) if layer in kept.sliding else DynamicLayer()
+                for layer in range(len(kv_heads))
+            ]
         else:
             layers = DynamicCache(config=config).layers
         for layer in kept.layers:
@@ -89,14 +93,16 @@ class PlanCache(Cache):
                 raise PlanMismatchError(
                     f"layer {layer} of the plan has windows, but the layer {kind}. Make a plan for this model"
                 )
-        # With a configuration, layers with other masks have other caches.
-        masks = MaskReader(same=config is not None)
+        # With a configuration or the bounds of sliding layers, layers with other masks have other caches.
+        masks = MaskReader(same=config is not None or bool(kept.sliding))
         for layer, count in kv_heads.items():
             if layer >= len(layers):
                 raise PlanMismatchError(
                     f"layer {layer} of the plan does not exist (limit {len(layers) - 1}). Make a plan for this model"
                 )
-            arguments = (f"layer {layer}", kept.groups(layer, count), prefill, max_tokens, masks, block)
+            if not count:
+                continue
+            arguments = (f"layer {layer}", kept.groups(layer, count), prefill, max_tokens, masks, kept.block)
             if type(layers[layer]) is DynamicLayer:
                 layers[layer] = PlanLayer(*arguments)
             elif isinstance(mixed := layers[layer], LinearAttentionAndFullAttentionLayer):
@@ -184,20 +190,6 @@ def _has_freed_states(layer: Any) -> bool:
     else:
         freed = isinstance(layer, LinearAttentionCacheLayerMixin)
     return freed and not layer.record_past
-
-
-def _counts(plan: KvHeadPlan) -> dict[int, int]:
-    """Return the number of KV heads by layer."""
-    by_layer: dict[int, list[int]] = {}
-    for head in plan.heads:
-        by_layer.setdefault(head.layer, []).append(head.kv_head)
-    for layer, kv_heads in by_layer.items():
-        if sorted(kv_heads) != list(range(len(kv_heads))):
-            raise PlanMismatchError(
-                f"plan entries of layer {layer}: KV heads {sorted(kv_heads)} (limit {list(range(len(kv_heads)))}, each"
-                " once). Make the plan again"
-            )
-    return {layer: len(kv_heads) for layer, kv_heads in by_layer.items()}
 
 
 def cache_bytes(cache: Cache) -> int:

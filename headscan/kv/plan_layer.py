@@ -17,9 +17,9 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAtte
 from headscan.attention.cache_attention import PLAIN, CachedHeads, ScoreTerms
 from headscan.errors import PlanMismatchError, UnsupportedModelError
 from headscan.kv.decode_attention import OneQueryKeys, one_query_attention
-from headscan.kv.kept_keys import DROPPED, HeadGroup
 from headscan.kv.padded_masks import MaskReader
 from headscan.kv.window_keys import FullKeys, WindowKeys, grouped_attention
+from headscan.windows import DROPPED, HeadGroup, Window
 
 
 class PlanStep:
@@ -150,7 +150,7 @@ class PlanLayer(CacheLayerMixin):
         prefill: Prefill,
         max_tokens: int | None,
         masks: MaskReader,
-        block: int | None = None,
+        block: int = 1,
     ) -> None:
         super().__init__()
         self.name, self.groups, self.prefill, self.masks = name, groups, prefill, masks
@@ -158,9 +158,9 @@ class PlanLayer(CacheLayerMixin):
         #: Which tokens are text, bool (B, S); None if all are.
         self.real_BS: Tensor | None = None
         self.record_past = False
-        self._max_tokens, self._block = max_tokens, block or 1
+        self._max_tokens, self._block = max_tokens, block
         # Heads that keep the same tokens become neighbours, so that slices select them; None if they are already.
-        order = [kv_head for group in groups for kv_head in group.kv_heads]
+        order = [kv_head for kv_heads, _ in groups for kv_head in kv_heads]
         self.kv_heads = len(order)
         self._order = None if order == sorted(order) else order
         self._indices: tuple[Tensor, Tensor] | None = None
@@ -325,17 +325,17 @@ class PlanLayer(CacheLayerMixin):
     prefetch = offload
 
     def _empty(self) -> None:
-        def held(group: HeadGroup) -> FullKeys | WindowKeys | None:
-            if group.window is None:
+        def held(window: Window | None) -> FullKeys | WindowKeys | None:
+            if window is None:
                 return FullKeys(self._max_tokens, self._block)
-            return None if group.window == DROPPED else WindowKeys(group.window)
+            return None if window == DROPPED else WindowKeys(window)
 
         #: By group: its KV heads in the order of the groups, and what it keeps.
         self.parts: list[tuple[slice, FullKeys | WindowKeys | None]] = []
         first = 0
-        for group in self.groups:
-            self.parts.append((slice(first, first + len(group.kv_heads)), held(group)))
-            first += len(group.kv_heads)
+        for kv_heads, window in self.groups:
+            self.parts.append((slice(first, first + len(kv_heads)), held(window)))
+            first += len(kv_heads)
         self.real_BS = None
 
     def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:

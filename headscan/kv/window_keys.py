@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -25,9 +25,8 @@ from torch.nn import functional as F
 
 from headscan.attention.cache_attention import PLAIN, ScoreTerms, scored_output
 from headscan.attention.fused import differentiated
-from headscan.catalog import kept_by_window, whole_blocks
 from headscan.kv.decode_attention import flash_output, one_query_attention
-from headscan.kv.kept_keys import Window
+from headscan.windows import Window, whole_blocks
 
 #: Queries in one block; a GPU runs few large blocks faster, a CPU small ones.
 _BLOCK = {"cpu": 128}
@@ -345,7 +344,7 @@ class WindowKeys(_Buffers):
 
     @property
     def _kept(self) -> int:
-        return kept_by_window(self.tokens, *astuple(self.window))
+        return self.window.kept(self.tokens)
 
     @property
     def pending(self) -> int:

@@ -15,7 +15,6 @@ from headscan.plans.head_plan import HeadPlan, check_chunk, check_is_plan, layer
 from headscan.plans.keep_scores import (
     RANDOM_SCORE,
     KeepScores,
-    KVHead,
     by_layer,
     full_heads,
     imported_scores,
@@ -23,13 +22,10 @@ from headscan.plans.keep_scores import (
     random_scores,
 )
 from headscan.plans.pattern_files import HeadPattern
-from headscan.plans.plan_budgets import Budget, BudgetRequest, LengthBudget, WindowShare, WindowSteps, budget_lengths
+from headscan.plans.plan_budgets import Budget, BudgetRequest, LengthBudget, WindowShare, budget_lengths
 from headscan.plans.plan_records import (
     DERIVED_NOTE,
-    Evidence,
     Granularity,
-    HeadAction,
-    HeadClass,
     PlanError,
     PlanMethod,
     PlannedHead,
@@ -39,6 +35,7 @@ from headscan.plans.plan_records import (
 )
 from headscan.plans.scan_scores import distant_mass_scores, retrieval_scores
 from headscan.store.store import Store
+from headscan.windows import DROPPED, KvHead, Window
 
 #: Models attend to their first tokens, of any text, so a window that has room for them never evicts them.
 _FIRST_TOKENS = 4
@@ -50,8 +47,8 @@ def allocate(
     *,
     sink: int = DEFAULT_SINK,
     recent: int = DEFAULT_RECENT,
-    windows: Mapping[KVHead, tuple[int, int]] | None = None,
-    removable: Mapping[KVHead, str] | None = None,
+    windows: Mapping[KvHead, Window] | None = None,
+    dropped: Mapping[KvHead, str] | None = None,
     block: int | None = None,
     chunk: int | None = None,
     validation: Mapping[str, Any] | None = None,
@@ -64,51 +61,67 @@ def allocate(
     Args:
         sink: Number of first tokens in a window.
         recent: Number of last tokens in a window.
-        windows: Other widths (sink, recent) by (layer, KV head), for heads that get a window; None uses one width.
-        removable: Verdict by (layer, KV head) whose query heads were all shown removable; these heads are dropped, and
-            the budget distributes windows among the others. None drops no head.
+        windows: Other windows by (layer, KV head), for heads that get one; None uses one width.
+        dropped: Verdict by (layer, KV head) for heads to drop, whose query heads can all be removed safely; the budget
+            distributes windows among the others. None drops no head.
         block: Tokens of a block of the engine that serves the plan, as in `HeadPlan`; None keeps single tokens.
         chunk: Tokens that see the same window, as in `HeadPlan`; None gives each token its own.
         validation: Benchmark result of this plan, which JSON can hold; None if not validated.
         notes: More notes for the plan.
 
     Raises:
-        PlanError: A budget out of reach, a window that keeps no token or is narrower than the evidence, or a removable
+        PlanError: A budget out of reach, a window that keeps no token or is narrower than the evidence, or a dropped
             head that has no cache of its own.
     """
     model = scores.model
-    dropped = dict(removable or {})
+    dropped = dict(dropped or {})
     if dropped and scores.granularity == "layer":
         raise PlanError(
-            f"a plan by layer drops no KV heads: {len(dropped)} in `removable` (limit 0). Prune the model instead"
+            f"a plan by layer drops no KV heads: {len(dropped)} in `dropped` (limit 0). Prune the model instead"
         )
     for place in dropped:
         if place not in full_heads(model):
             raise PlanError(
                 f"layer {place[0]}, KV head {place[1]} of {model.name} has no unbounded cache of its own, so it cannot"
-                " be dropped. Leave it out of `removable`"
+                " be dropped. Leave it out of `dropped`"
             )
         if not dropped[place].strip():
             raise PlanError(
-                f"layer {place[0]}, KV head {place[1]} is dropped without a verdict. Name the verdict in `removable`"
+                f"layer {place[0]}, KV head {place[1]} is dropped without a verdict. Name the verdict in `dropped`"
             )
     for name, size in (("block", block), ("chunk", chunk)):
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise PlanError(f"`{name}={size!r}` (limit a whole number from 1 on, or None). Change `{name}`")
     check_chunk(chunk, block)
     _check_width(scores, sink, recent)
-    for width in set((windows or {}).values()):
-        _check_width(scores, *width)
-        if width[0] < min(sink, _FIRST_TOKENS):
+    for window in set((windows or {}).values()):
+        _check_width(scores, window.sink, window.recent)
+        if window.sink < min(sink, _FIRST_TOKENS):
             raise PlanError(
-                f"a window keeps {width[0]} first tokens (limit {min(sink, _FIRST_TOKENS)}, which every kept head keeps"
-                f" with sink {sink}). Widen it in `windows`"
+                f"a window keeps {window.sink} first tokens (limit {min(sink, _FIRST_TOKENS)}, which every kept head"
+                f" keeps with sink {sink}). Widen it in `windows`"
             )
     order = [place for place in scores.order if place not in dropped]
-    widths = {place: (windows or {}).get(place, (sink, recent)) for place in order}
-    steps = WindowSteps(model, order, widths, dropped, scores.granularity, block, chunk)
-    count = budget.window_count(steps)
-    heads = _planned_heads(scores, set(order[:count]), widths, dropped)
+    widths = dict.fromkeys(order, Window(sink, recent)) | dict(windows or {})
+    places = [(layer.layer, k) for layer in model.layers for k in range(layer.num_key_value_heads)]
+    least: dict[KvHead, Window | None] = dict.fromkeys(places) | dict.fromkeys(dropped, DROPPED)
+
+    def windows_with(count: int, block: int | None = None, chunk: int | None = None) -> dict[KvHead, Window | None]:
+        return least | {place: widths[place].sized(block, chunk) for place in order[:count]}
+
+    def bytes_with(count: int, tokens: int) -> int:
+        return sum(layer_bytes(model, windows_with(count, block, chunk), tokens, block).values())
+
+    # Numbers of windows that the plan can have: up to that of the candidates, or those of whole layers.
+    ends = [at for at, place in enumerate(order, 1) if at == len(order) or order[at][0] != place[0]]
+    counts = range(len(order) + 1) if scores.granularity == "kv_head" else [0, *ends]
+    count = budget.window_count(counts, bytes_with)
+    ranked = dict.fromkeys(dropped, 0.0) | dict(scores.scores)
+    damages, patterns = scores.damages, scores.patterns
+    heads = tuple(
+        PlannedHead(*at, ranked.get(at), window, damages.get(at), patterns.get(at), dropped.get(at))
+        for at, window in windows_with(count).items()
+    )
     more = () if count or dropped else ("no head gets a window: the full cache fits the budget",)
     return HeadPlan(
         model=model,
@@ -119,7 +132,7 @@ def allocate(
         score=scores.score,
         heads=heads,
         query_heads=scores.query_heads,
-        budget=savings(model, heads, budget, block, chunk),
+        budget=savings(model, windows_with(count, block, chunk), budget, block),
         validation=validation,
         notes=(*more, *notes, *scores.notes),
         block=block,
@@ -128,53 +141,19 @@ def allocate(
 
 
 def savings(
-    model: PlannedModel,
-    heads: Sequence[PlannedHead],
-    request: BudgetRequest,
-    block: int | None = None,
-    chunk: int | None = None,
+    model: PlannedModel, windows: Mapping[KvHead, Window | None], request: BudgetRequest, block: int | None = None
 ) -> Budget:
-    """Return the savings of planned heads at `budget_lengths`, and at the lengths of the request."""
+    """Return the savings of windows at `budget_lengths`, and at the lengths of the request."""
 
     def at(tokens: int) -> LengthBudget:
         whole = model.cache_bytes(tokens, block)
-        planned = sum(layer_bytes(model, heads, tokens, block, chunk).values())
+        planned = sum(layer_bytes(model, windows, tokens, block).values())
         return LengthBudget(tokens, whole, planned, whole - planned, (whole - planned) / whole)
 
-    windows, dropped = (sum(head.action == action for head in heads) for action in ("window", "drop"))
-    lengths = sorted({*budget_lengths(model.max_tokens), *request.lengths()})
-    return Budget(request, len(heads), windows, windows / len(heads), dropped, tuple(at(tokens) for tokens in lengths))
-
-
-def _planned_heads(
-    scores: KeepScores, windowed: set[KVHead], widths: Mapping[KVHead, tuple[int, int]], dropped: Mapping[KVHead, str]
-) -> tuple[PlannedHead, ...]:
-    def planned(place: KVHead) -> PlannedHead:
-        evidence = scores.evidence.get(place, Evidence())
-        sink, recent = widths[place] if place in windowed else (None, None)
-        head_class: HeadClass
-        action: HeadAction = "full"
-        if place in dropped:
-            head_class, action = "removable", "drop"
-            evidence = replace(evidence, removable=dropped[place])
-        elif place in windowed:
-            head_class, action = "streaming", "window"
-        elif place in scores.scores:
-            head_class = "retrieval"
-        else:
-            head_class = "protected"
-        return PlannedHead(
-            layer=place[0],
-            kv_head=place[1],
-            score=scores.scores.get(place, 0.0 if place in dropped else 1.0),
-            head_class=head_class,
-            action=action,
-            sink=sink,
-            recent=recent,
-            evidence=evidence,
-        )
-
-    return tuple(planned((layer.layer, k)) for layer in scores.model.layers for k in range(layer.num_key_value_heads))
+    dropped = sum(window == DROPPED for window in windows.values())
+    windowed = sum(window is not None for window in windows.values()) - dropped
+    lengths = sorted({*budget_lengths(model.max_tokens), *request.lengths})
+    return Budget(request, len(windows), windowed, windowed / len(windows), dropped, tuple(map(at, lengths)))
 
 
 def _check_width(scores: KeepScores, sink: int, recent: int) -> None:
@@ -196,21 +175,21 @@ def random_plan(plan: HeadPlan, seed: int) -> HeadPlan:
     layers, so the cache has the same size at every length. Protected heads keep their full cache, as in ``plan``.
     """
     check_is_plan(plan)
-    by_unit: dict[KVHead, list[PlannedHead]] = defaultdict(list)
+    by_unit: dict[KvHead, list[PlannedHead]] = defaultdict(list)
     for head in plan.heads:
-        if head.head_class != "protected":
+        if head.score is not None:
             by_unit[head.layer, 0 if plan.granularity == "layer" else head.kv_head].append(head)
     draws = dict(zip(by_unit, np.random.default_rng(seed).random(len(by_unit)).tolist(), strict=True))
     bytes_of = {layer.layer: layer.kv_bytes for layer in plan.model.layers}
-    alike: dict[tuple[int | None, int], list[KVHead]] = defaultdict(list)
+    alike: dict[tuple[int | None, int], list[KvHead]] = defaultdict(list)
     for unit, heads in by_unit.items():
         alike[bytes_of[unit[0]], len(heads)].append(unit)
-    dealt: dict[KVHead, PlannedHead] = {}
+    dealt: dict[KvHead, PlannedHead] = {}
     for units in alike.values():
         # The narrowest caches go to the lowest numbers, as if the numbers were keep-scores.
         caches = sorted(
             (by_unit[unit][0] for unit in units),
-            key=lambda head: (head.action == "full", (head.sink or 0) + (head.recent or 0)),
+            key=lambda head: (head.window is None, head.window.width if head.window else 0),
         )
         for unit, cache in zip(sorted(units, key=lambda unit: draws[unit]), caches, strict=True):
             for head in by_unit[unit]:
@@ -219,7 +198,9 @@ def random_plan(plan: HeadPlan, seed: int) -> HeadPlan:
                     layer=head.layer,
                     kv_head=head.kv_head,
                     score=draws[unit],
-                    evidence=Evidence(removable="random control" if cache.action == "drop" else None),
+                    damage=None,
+                    pattern=None,
+                    verdict="random control" if cache.window == DROPPED else None,
                 )
     protected = [note for note in plan.notes if "KV heads are protected: " in note]
     return replace(
@@ -227,7 +208,7 @@ def random_plan(plan: HeadPlan, seed: int) -> HeadPlan:
         method="random",
         score=RANDOM_SCORE,
         calibration=RandomCalibration(seed, None),
-        heads=tuple(dealt.get((head.layer, head.kv_head), replace(head, evidence=Evidence())) for head in plan.heads),
+        heads=tuple(dealt.get((head.layer, head.kv_head), head) for head in plan.heads),
         query_heads=(),
         validation=None,
         notes=(f"control: the actions of a {plan.method} plan, dealt out at random", *protected),
@@ -279,7 +260,7 @@ def make_plan(
     pattern: HeadPattern | None = None,
     seed: int = 0,
     granularity: Granularity = "kv_head",
-    removable: Mapping[tuple[int, int], str] | None = None,
+    dropped: Mapping[KvHead, str] | None = None,
     block: int | None = None,
     chunk: int | None = None,
     validation: Mapping[str, Any] | None = None,
@@ -299,7 +280,7 @@ def make_plan(
         seed: Seed of method ``random``.
         granularity: ``layer`` gives windows to whole layers, by the largest keep-score of their KV heads; method
             ``random`` draws one number for each layer.
-        removable: KV heads to drop, with the verdict; see `allocate`. None drops no head.
+        dropped: KV heads to drop, with the verdict; see `allocate`. None drops no head.
         block: Tokens of a block of the serving engine, as in `HeadPlan`; None keeps single tokens.
         chunk: Tokens that see the same window, as in `HeadPlan`; None gives each token its own.
         validation: Benchmark result of this plan, which JSON can hold; None if not validated.
@@ -329,7 +310,7 @@ def make_plan(
         budget,
         sink=DEFAULT_SINK if sink is None else sink,
         recent=DEFAULT_RECENT if recent is None else recent,
-        removable=removable,
+        dropped=dropped,
         block=block,
         chunk=chunk,
         validation=validation,

@@ -7,6 +7,7 @@ import math
 import os
 import reprlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from stat import S_ISREG
 from typing import Annotated, Any, Literal
@@ -15,7 +16,6 @@ from pydantic import AfterValidator, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import to_jsonable_python
 
-from headscan.catalog import is_chunk
 from headscan.errors import check_type, first_line
 from headscan.plans.plan_budgets import Budget
 from headscan.plans.plan_records import (
@@ -36,11 +36,12 @@ from headscan.plans.plan_records import (
     shown,
 )
 from headscan.store.output_files import write_text
+from headscan.windows import DROPPED, KeptKeys, KvHead, Window, is_chunk, whole_blocks
 
 FORMAT = "headscan-head-plan"
 
 #: Increase with every change of the fields; the reader refuses other versions.
-VERSION = 4
+VERSION = 5
 
 #: Fields that only plans for serving engines have, so that other plans keep their text.
 _OF_ENGINES = ("block", "chunk")
@@ -117,8 +118,8 @@ class HeadPlan(PlanRecord):
                 why = WHY_PROTECTED.get(types[head.layer])
                 raise PlanError(
                     f"the plan's entry of layer {head.layer}, KV head {head.kv_head} contradicts itself: {problem}"
-                    f" (score {head.score:g}, {head.head_class}, {head.action}, sink {head.sink}, recent {head.recent}"
-                    + (f"; {why}" if why and head.action != "full" else "")
+                    f" (score {head.score}, window {head.window and head.window.key}"
+                    + (f"; {why}" if why and head.window is not None else "")
                     + "). Make the plan again with `headscan plan`"
                 )
         if self.granularity == "layer":
@@ -127,10 +128,9 @@ class HeadPlan(PlanRecord):
 
     def _check_layers(self) -> None:
         """Raise PlanError if the KV heads of a layer keep different tokens."""
-        of_layer: dict[int, tuple[Any, ...]] = {}
+        of_layer: dict[int, Window | None] = {}
         for head in self.heads:
-            kept = (head.action, head.sink, head.recent)
-            if of_layer.setdefault(head.layer, kept) != kept:
+            if of_layer.setdefault(head.layer, head.window) != head.window:
                 raise PlanError(
                     f"the KV heads of layer {head.layer} keep different tokens (limit: the same in a plan by layer)."
                     " Make the plan again with `headscan plan`"
@@ -152,11 +152,11 @@ class HeadPlan(PlanRecord):
 
     def _check_budget(self) -> None:
         """Raise PlanError if the budget counts other entries than the plan has."""
-        actions = [head.action for head in self.heads]
+        dropped = sum(head.window == DROPPED for head in self.heads)
         for name, counted in (
-            ("kv_heads", len(actions)),
-            ("window_heads", actions.count("window")),
-            ("dropped_heads", actions.count("drop")),
+            ("kv_heads", len(self.heads)),
+            ("window_heads", len(self.window_heads)),
+            ("dropped_heads", dropped),
         ):
             if getattr(self.budget, name) != counted:
                 raise PlanError(
@@ -165,9 +165,29 @@ class HeadPlan(PlanRecord):
                 )
 
     @property
-    def window_heads(self) -> list[tuple[int, int]]:
+    def windows(self) -> dict[KvHead, Window | None]:
+        """Window of each (layer, KV head), in the blocks and chunks of the engine; None keeps all tokens."""
+        sizes = self.block, self.chunk
+        return {(head.layer, head.kv_head): head.window and head.window.sized(*sizes) for head in self.heads}
+
+    @property
+    def kept(self) -> KeptKeys:
+        """The windows for caches, masks and arms, without the evidence: small enough to be sent with every item of
+        work.
+        """
+        counts, sliding = dict.fromkeys(range(self.model.num_layers), 0), {}
+        for layer in self.model.layers:
+            if layer.type in ("full", "latent"):
+                counts[layer.layer] = layer.num_key_value_heads
+            elif layer.type == "sliding" and layer.sliding_window is not None:  # None in chunked layers
+                counts[layer.layer], sliding[layer.layer] = layer.num_key_value_heads, layer.sliding_window
+        windows = [(*place, window) for place, window in self.windows.items() if window is not None]
+        return replace(KeptKeys.of(windows, counts), block=self.block or 1, sliding=sliding)
+
+    @property
+    def window_heads(self) -> list[KvHead]:
         """(layer, KV head) of every head that keeps only a window."""
-        return [(head.layer, head.kv_head) for head in self.heads if head.action == "window"]
+        return [(head.layer, head.kv_head) for head in self.heads if head.window not in (None, DROPPED)]
 
     def summary(self) -> list[str]:
         """Return the plan in a few lines of text."""
@@ -192,10 +212,10 @@ class HeadPlan(PlanRecord):
 
     def window_text(self) -> str:
         """Return the tokens of window heads in words."""
-        widths = sorted({(head.sink or 0, head.recent or 0) for head in self.heads if head.action == "window"})
-        if not widths:
+        windows = {head.window for head in self.heads} - {None, DROPPED}
+        if not windows:
             return "a window"
-        sinks, recents = ({width[i] for width in widths} for i in (0, 1))
+        sinks, recents = ({getattr(window, name) for window in windows} for name in ("sink", "recent"))
 
         def span(values: set[int]) -> str:
             return f"{min(values)}" if len(values) == 1 else f"{min(values)} to {max(values)}"
@@ -227,16 +247,16 @@ class HeadPlan(PlanRecord):
 
 def _contradiction(head: PlannedHead, *, full: bool) -> str | None:
     """Return the fault of an entry, or None; ``full`` means that its layer has an unbounded cache of its own."""
-    windowed, dropped = head.action == "window", head.action == "drop"
-    widths = (head.sink, head.recent)
-    if not full and head.action != "full":
+    if head.window is None:
+        return None
+    if not full:
         return "its layer cannot keep less"
-    if windowed != (head.head_class == "streaming") or dropped != (head.head_class == "removable"):
-        return "class and action differ"
-    if (None not in widths) != windowed or (not windowed and widths != (None, None)):
-        return "a window needs sink and recent, and nothing else has them"
-    if dropped and head.evidence.removable is None:
-        return "only a head with a verdict that it is removable can be dropped"
+    if head.score is None:
+        return "a head without a score keeps all tokens"
+    if len(head.window.key) > 2:
+        return "blocks and chunks are fields of the plan"
+    if head.window == DROPPED and head.verdict is None:
+        return "only a head with a verdict can be dropped"
     return None
 
 
@@ -253,14 +273,14 @@ def check_chunk(chunk: int | None, block: int | None) -> None:
 
 
 def layer_bytes(
-    model: PlannedModel, heads: Sequence[PlannedHead], tokens: int, block: int | None = None, chunk: int | None = None
+    model: PlannedModel, windows: Mapping[KvHead, Window | None], tokens: int, block: int | None = None
 ) -> dict[int, int]:
-    """Return the bytes of one sequence's cache after ``tokens`` tokens by layer, if ``heads`` decide, with the sizes of
-    a `HeadPlan`.
-    """
+    """Return the bytes of one sequence's cache after ``tokens`` tokens by layer, if all KV heads keep their windows."""
+    whole = whole_blocks(tokens, block)
+    held = {window: whole if window is None else window.kept(tokens) for window in set(windows.values())}
     kept: dict[int, int] = {}
-    for head in heads:
-        kept[head.layer] = kept.get(head.layer, 0) + head.kept_tokens(tokens, block, chunk)
+    for (layer, _), window in windows.items():
+        kept[layer] = kept.get(layer, 0) + held[window]
     return {
         layer.layer: kept.get(layer.layer, 0) * layer.kv_bytes
         if layer.type == "full" and layer.kv_bytes is not None
@@ -282,7 +302,7 @@ def planned_bytes(plan: HeadPlan, tokens: int) -> int:
 def planned_layer_bytes(plan: HeadPlan, tokens: int) -> dict[int, int]:
     """Return the bytes of `planned_bytes` by layer."""
     check_is_plan(plan)
-    return layer_bytes(plan.model, plan.heads, tokens, plan.block, plan.chunk)
+    return layer_bytes(plan.model, plan.windows, tokens, plan.block)
 
 
 def check_model(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import numpy as np
@@ -15,7 +15,6 @@ from headscan.plans.plan_budgets import WindowHeads
 from headscan.plans.plan_records import (
     WHY_PROTECTED,
     DamageCalibration,
-    Evidence,
     Granularity,
     HeadDamage,
     PatternCalibration,
@@ -26,9 +25,7 @@ from headscan.plans.plan_records import (
     QueryHead,
     RandomCalibration,
 )
-
-#: (layer, KV head).
-KVHead = tuple[int, int]
+from headscan.windows import KvHead
 
 UNMEASURED = "not all of their query heads were measured"
 
@@ -42,8 +39,9 @@ class KeepScores:
         scores: Keep-score of each candidate, 0 to 1, higher = keep. Heads without an entry are protected: they always
             keep their full cache.
         order: The candidates in the order in which they get a window: ascending score; the method breaks ties.
-        evidence: Evidence of KV heads, candidates or not; a missing entry is no evidence.
         query_heads: Numbers of the query heads, in order of layer and query head; empty if the method has none.
+        damages: Measured damage of the candidates; empty if it was not measured.
+        patterns: Number of each candidate in an imported pattern; empty without one.
         notes: Limitations of the evidence, and why heads are protected.
         sink: Fewest first tokens of a window that the evidence covers; None for no limit, as for ``recent``.
         granularity: ``layer``: the KV heads of a layer have one score and follow each other in ``order``, and a plan
@@ -53,11 +51,12 @@ class KeepScores:
     method: PlanMethod
     score: str
     model: PlannedModel
-    scores: Mapping[KVHead, float]
-    order: tuple[KVHead, ...]
-    evidence: Mapping[KVHead, Evidence]
+    scores: Mapping[KvHead, float]
+    order: tuple[KvHead, ...]
     query_heads: tuple[QueryHead, ...]
     calibration: PlanSource
+    damages: Mapping[KvHead, HeadDamage] = field(default_factory=dict)
+    patterns: Mapping[KvHead, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     sink: int | None = None
     recent: int | None = None
@@ -95,19 +94,19 @@ class KeepScores:
                     )
 
     @property
-    def candidates(self) -> frozenset[KVHead]:
+    def candidates(self) -> frozenset[KvHead]:
         """(layer, KV head) of every head that can get a window."""
         return frozenset(self.scores)
 
 
-def full_heads(model: PlannedModel) -> list[KVHead]:
+def full_heads(model: PlannedModel) -> list[KvHead]:
     """Return the KV heads with an unbounded cache of their own."""
     return [
         (layer.layer, k) for layer in model.layers if layer.type == "full" for k in range(layer.num_key_value_heads)
     ]
 
 
-def protected_notes(model: PlannedModel, candidates: Collection[KVHead], unmeasured: str = UNMEASURED) -> list[str]:
+def protected_notes(model: PlannedModel, candidates: Collection[KvHead], unmeasured: str = UNMEASURED) -> list[str]:
     """Return the number of KV heads that cannot get a window, by reason; in full layers it is ``unmeasured``."""
     counts = Counter[str]()
     for layer in model.layers:
@@ -117,7 +116,7 @@ def protected_notes(model: PlannedModel, candidates: Collection[KVHead], unmeasu
     return [f"{count} KV heads are protected: {why}" for count, why in reasons if count]
 
 
-def require_candidates(model: PlannedModel, candidates: Collection[KVHead], unmeasured: str = UNMEASURED) -> None:
+def require_candidates(model: PlannedModel, candidates: Collection[KvHead], unmeasured: str = UNMEASURED) -> None:
     """Raise PlanError with the reasons if there are no candidates."""
     if not candidates:
         raise PlanError(
@@ -145,7 +144,7 @@ def by_layer(scores: KeepScores) -> KeepScores:
     )
 
 
-def _whole_layers(model: PlannedModel, places: Collection[KVHead]) -> dict[int, list[KVHead]]:
+def _whole_layers(model: PlannedModel, places: Collection[KvHead]) -> dict[int, list[KvHead]]:
     """Return the KV heads of each layer whose KV heads are all among ``places``."""
     groups = {
         layer.layer: [(layer.layer, kv_head) for kv_head in range(layer.num_key_value_heads)] for layer in model.layers
@@ -153,7 +152,7 @@ def _whole_layers(model: PlannedModel, places: Collection[KVHead]) -> dict[int, 
     return {layer: group for layer, group in groups.items() if all(place in places for place in group)}
 
 
-def _spread(groups: Mapping[int, Sequence[KVHead]], order: Sequence[int]) -> tuple[KVHead, ...]:
+def _spread(groups: Mapping[int, Sequence[KvHead]], order: Sequence[int]) -> tuple[KvHead, ...]:
     """Return the KV heads of layers, in the order of the layers."""
     return tuple(place for layer in order for place in groups[layer])
 
@@ -178,7 +177,6 @@ def random_scores(
         model=model,
         scores=scores,
         order=tuple(sorted(places, key=lambda place: (scores[place], place))),
-        evidence={},
         query_heads=(),
         calibration=RandomCalibration(seed, run_id),
         notes=tuple(protected_notes(model, places)),
@@ -200,9 +198,9 @@ def imported_scores(model: PlannedModel, pattern: HeadPattern, *, run_id: str | 
         model=model,
         scores={place: min(max(values[place], 0.0), 1.0) for place in places},
         order=tuple(sorted(places, key=lambda place: (values[place], place))),
-        evidence={place: Evidence(pattern=values[place]) for place in places},
         query_heads=(),
         calibration=PatternCalibration.by_name(vars(pattern), run_id=run_id),
+        patterns={place: values[place] for place in places},
         notes=(*pattern.notes, *protected_notes(model, places)),
     )
 
@@ -224,14 +222,13 @@ _UNMEASURED = "their damage was not measured"
 
 def damage_scores(
     model: PlannedModel,
-    text: np.ndarray,
-    recall: np.ndarray | None,
+    text: Mapping[KvHead, float],
+    recall: Mapping[KvHead, float] | None,
     *,
     calibration: DamageCalibration,
-    confirmed_text: np.ndarray | None = None,
-    confirmed_recall: np.ndarray | None = None,
-    chosen: Collection[KVHead] = (),
-    recents: Mapping[KVHead, int] | None = None,
+    confirmed: Mapping[str, Mapping[KvHead, float]] | None = None,
+    chosen: Collection[KvHead] = (),
+    recents: Mapping[KvHead, int] | None = None,
     notes: Sequence[str] = (),
     granularity: Granularity = "kv_head",
 ) -> KeepScores:
@@ -240,66 +237,63 @@ def damage_scores(
     The keep-score is ``s / max(s)`` with ``s = clip(text, 0) / sum(clip(text, 0)) + clip(recall, 0) / sum(clip(recall,
     0))``. Ties go by ``text / sum(|text|) + recall / sum(|recall|)``, then by layer and KV head. Confirmed heads
     exchange places among each other: the ranks and scores that their estimates got go to them in the order of
-    ``confirmed_text / sum(clip(text, 0)) + confirmed_recall / sum(clip(recall, 0))``.
+    ``confirmed text / sum(clip(text, 0)) + confirmed recall / sum(clip(recall, 0))``.
 
     Args:
-        text: Damage on text, (layers of the model, KV heads of the widest layer); NaN where the head is no candidate or
-            does not exist.
+        text: Damage on text by (layer, KV head); a missing head, or NaN, is no candidate. A table (layers, KV heads)
+            such as that of `kv_damage` becomes such a mapping by ``dict(np.ndenumerate(table))``.
         recall: Damage on recall prompts, likewise; None if it was not measured.
-        confirmed_text: Damage of a real window mask on text, likewise; NaN where it was not measured.
-        confirmed_recall: The same on recall prompts.
+        confirmed: Damage of a real window mask by ``text`` and ``recall``, for heads for which it was measured.
         chosen: KV heads that a search gave windows. They take the lowest scores, in their order, and the others the
             rest.
         recents: Last tokens of the window with which each head was measured; None uses the calibration's for all heads.
         notes: Limitations of the measurement.
-        granularity: ``layer``: the arrays hold the damage of windows on all KV heads of the layer, the same for each of
-            them, and each layer counts once. ``chosen`` and ``recents`` name all KV heads of a layer, too.
+        granularity: ``layer``: the first KV head of a layer, (layer, 0), has the damage of windows on all of them, and
+            stands for the layer in all arguments.
     """
-    arrays = {"text": text, "recall": recall, "confirmed_text": confirmed_text, "confirmed_recall": confirmed_recall}
-    tables = {name: _values_by_head(model, name, values) for name, values in arrays.items() if values is not None}
-    places = sorted(tables["text"])
-    require_candidates(model, places, _UNMEASURED)
-    if "recall" in tables and sorted(tables["recall"]) != places:
-        layer, kv_head = min(set(tables["recall"]) ^ set(places))
+    damages = {"text": text} if recall is None else {"text": text, "recall": recall}
+    tables = {name: _known(model, name, values) for name, values in damages.items()}
+    units = sorted(tables["text"])
+    require_candidates(model, units, _UNMEASURED)
+    if recall is not None and (odd := tables["recall"].keys() ^ tables["text"].keys()):
         raise PlanError(
-            f"layer {layer}, KV head {kv_head} has a damage on text or on recall prompts only. Measure both, or neither"
+            f"layer {min(odd)[0]}, KV head {min(odd)[1]} has a damage on text or on recall prompts only. Measure both,"
+            " or neither"
         )
-    groups = _whole_layers(model, places) if granularity == "layer" else {}
-    if granularity == "layer":
-        _check_equal_in_layers(tables, groups)
-        # Each layer counts once, by its first KV head.
-        tables = {
-            name: {place: value for place, value in table.items() if not place[1]} for name, table in tables.items()
-        }
-        chosen = {place for place in chosen if not place[1]}
-        places = sorted(tables["text"])
-    kinds = [name for name in ("text", "recall") if name in tables]
-    measured = [tables[name] for name in kinds]
+    measured = list(tables.values())
     scores = _summed_shares(measured, clip=True)
     if most := max(scores.values()):
-        scores = {place: score / most for place, score in scores.items()}
+        scores = {unit: score / most for unit, score in scores.items()}
     raw = _summed_shares(measured, clip=False)
-    order = sorted(places, key=lambda place: (scores[place], raw[place], place))
-    for name in ("confirmed_text", "confirmed_recall"):
-        if odd := set(tables.get(name, {})) - set(places):
-            layer, kv_head = min(odd)
-            raise PlanError(f"{name} of layer {layer}, KV head {kv_head} has no estimate. Give NaN, or measure `text`")
-    kinds = [name for name in kinds if f"confirmed_{name}" in tables]
-    if kinds:
+    order = sorted(units, key=lambda unit: (scores[unit], raw[unit], unit))
+    again = {name: _known(model, f"confirmed {name}", values) for name, values in (confirmed or {}).items()}
+    for name, named in [*((f"confirmed {name}", {*each}) for name, each in again.items()), ("`chosen`", {*chosen})]:
+        if unknown := named - tables["text"].keys():
+            raise PlanError(
+                f"{name} has layer {min(unknown)[0]}, KV head {min(unknown)[1]}, which is no candidate. Leave it out"
+            )
+    if again:
         # Shares of all estimated damage: where nothing is left to lose on recall, its noise decides nothing.
-        totals = [sum(max(value, 0.0) for value in tables[name].values()) or 1.0 for name in kinds]
-        damage = _summed_shares([tables[f"confirmed_{name}"] for name in kinds], totals, clip=False)
-        order, scores = _exchanged(order, scores, damage)
-    if odd := set(chosen) - set(places):
-        raise PlanError(f"layer {min(odd)[0]}, KV head {min(odd)[1]} of `chosen` is no candidate. Leave it out")
+        totals = [sum(max(value, 0.0) for value in tables[name].values()) or 1.0 for name in again]
+        order, scores = _exchanged(order, scores, _summed_shares(list(again.values()), totals, clip=False))
     if chosen:
-        ranked = [scores[place] for place in order]
-        order = sorted(order, key=lambda place: place not in chosen)
+        ranked = [scores[unit] for unit in order]
+        order = sorted(order, key=lambda unit: unit not in chosen)
         scores = dict(zip(order, ranked, strict=True))
-    unit_of = {place: place for place in places}
+    damage = {
+        unit: HeadDamage(
+            tables["text"][unit],
+            tables["recall"][unit] if recall is not None else None,
+            again.get("text", {}).get(unit),
+            again.get("recall", {}).get(unit),
+            calibration.recent if recents is None else recents[unit],
+        )
+        for unit in units
+    }
+    unit_of = {unit: unit for unit in units}
     if granularity == "layer":
-        unit_of = {place: (layer, 0) for layer, group in groups.items() for place in group}
-        scores = {place: scores[unit] for place, unit in unit_of.items()}
+        groups = _whole_layers(model, full_heads(model))
+        unit_of = {place: unit for unit in units for place in groups[unit[0]]}
         order = list(_spread(groups, [layer for layer, _ in order]))
     windows = "a window" if granularity == "kv_head" else "windows on a whole layer"
     more = "" if recall is None else ", plus the same on recall prompts"
@@ -307,19 +301,11 @@ def damage_scores(
         method="measured",
         score=f"damage of {windows} on text, clipped at 0, over its sum{more}; over the largest of all candidates",
         model=model,
-        scores=scores,
+        scores={place: scores[unit] for place, unit in unit_of.items()},
         order=tuple(order),
-        evidence={
-            place: Evidence(
-                damage=HeadDamage(
-                    **{name: tables.get(name, {}).get(unit) for name in arrays},
-                    recent=calibration.recent if recents is None else recents[place],
-                )
-            )
-            for place, unit in unit_of.items()
-        },
         query_heads=(),
         calibration=calibration,
+        damages={place: damage[unit] for place, unit in unit_of.items()},
         notes=(*notes, *protected_notes(model, unit_of, _UNMEASURED)),
         sink=calibration.sink,
         recent=calibration.recent,
@@ -327,45 +313,24 @@ def damage_scores(
     )
 
 
-def _check_equal_in_layers(
-    tables: Mapping[str, Mapping[KVHead, float]], groups: Mapping[int, Sequence[KVHead]]
-) -> None:
-    """Raise PlanError unless each table has one value for all KV heads of a layer."""
-    for name, table in tables.items():
-        for layer in {layer for layer, _ in table}:
-            values = {table.get(place) for place in groups.get(layer, ())}
-            if len(values) != 1 or None in values:
-                raise PlanError(
-                    f"{name} has several values for the KV heads of layer {layer} (limit 1 with granularity layer)."
-                    " Give the damage of the whole layer for each of them"
-                )
-
-
-def _values_by_head(model: PlannedModel, name: str, values: np.ndarray) -> dict[KVHead, float]:
-    """Return the known values of an array by (layer, KV head)."""
-    shape = (model.num_layers, max(layer.num_key_value_heads for layer in model.layers))
-    if values.shape != shape:
-        raise PlanError(
-            f"{name} has shape {values.shape} (limit {shape}, layers and KV heads). Give one value per head"
-        )
+def _known(model: PlannedModel, name: str, values: Mapping[KvHead, float]) -> dict[KvHead, float]:
+    """Return the damages that are no NaN."""
     full = set(full_heads(model))
-    score_of: dict[KVHead, float] = {}
-    for layer, kv_head in np.argwhere(~np.isnan(values)).tolist():
-        value = float(values[layer, kv_head])
+    known = {place: float(value) for place, value in values.items() if not math.isnan(value)}
+    for (layer, kv_head), value in known.items():
         if (layer, kv_head) not in full:
             raise PlanError(
                 f"{name} of layer {layer}, KV head {kv_head} is {value:g}, but that head has no unbounded cache of its"
                 " own. Give NaN"
             )
-        if not np.isfinite(value):
+        if not math.isfinite(value):
             raise PlanError(f"{name} of layer {layer}, KV head {kv_head} is {value:g}. Measure it again, or give NaN")
-        score_of[layer, kv_head] = value
-    return score_of
+    return known
 
 
 def _summed_shares(
-    tables: Sequence[Mapping[KVHead, float]], totals: Sequence[float] | None = None, *, clip: bool
-) -> dict[KVHead, float]:
+    tables: Sequence[Mapping[KvHead, float]], totals: Sequence[float] | None = None, *, clip: bool
+) -> dict[KvHead, float]:
     """Return the sum over tables of ``clip(damage, 0) / total``, or without ``clip`` of ``damage / total``, by head;
     heads that a table lacks are left out. None for ``totals`` uses ``sum(clip(damage, 0))`` or ``sum(|damage|)`` of
     each table.
@@ -383,8 +348,8 @@ def _summed_shares(
 
 
 def _exchanged(
-    order: list[KVHead], scores: dict[KVHead, float], damage: Mapping[KVHead, float]
-) -> tuple[list[KVHead], dict[KVHead, float]]:
+    order: list[KvHead], scores: dict[KvHead, float], damage: Mapping[KvHead, float]
+) -> tuple[list[KvHead], dict[KvHead, float]]:
     """Return order and scores after heads have exchanged places by their confirmed damage."""
     ranks = [rank for rank, place in enumerate(order) if place in damage]
     new_order = list(order)

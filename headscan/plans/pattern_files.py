@@ -18,6 +18,7 @@ from headscan.errors import first_line
 from headscan.plans.head_plan import HeadPlan
 from headscan.plans.plan_records import PatternFormat, PlanError, PlannedModel
 from headscan.store.output_files import write_text
+from headscan.windows import DROPPED
 
 #: Values below it stand for window heads if a pattern states no sparsity; DuoAttention and PruLong use the same.
 THRESHOLD = 0.5
@@ -150,17 +151,17 @@ def write_pattern(plan: HeadPlan, folder: str | Path, format: PatternFormat = "d
             f"{len(plan.model.layers)} of the {plan.model.num_layers} layers of {plan.model.name} have attention;"
             f" {format} has a row for every layer. Use head_plan.json"
         )
-    if dropped := sum(head.action == "drop" for head in plan.heads):
+    if dropped := sum(head.window == DROPPED for head in plan.heads):
         raise PlanError(f"the plan drops {dropped} KV heads; {format} has windows only. Use head_plan.json")
-    widths = {(head.sink, head.recent) for head in plan.heads if head.action == "window"}
+    widths = sorted({(window.sink, window.recent) for window in plan.windows.values() if window is not None})
     if len(widths) != 1:
-        shown_widths = " and ".join(f"{s} + {r}" for s, r in sorted(widths, key=str)) or "none"
+        shown_widths = " and ".join(f"{s} + {r}" for s, r in widths) or "none"
         raise PlanError(
             f"the plan has windows of sink + recent {shown_widths}; {format} has exactly one width. Give all window"
             " heads the same width, or use head_plan.json"
         )
-    (sink, recent) = widths.pop()
-    full = np.array([head.action == "full" for head in plan.heads], dtype=np.float64).reshape(-1, counts.pop())
+    ((sink, recent),) = widths
+    full = np.array([head.window is None for head in plan.heads], dtype=np.float64).reshape(-1, counts.pop())
     text = io.StringIO()
     np.savetxt(text, full, delimiter="\t")
     config = {"sink_size": sink, "recent_size": recent, "sparsity": 1.0 - float(full.mean())}

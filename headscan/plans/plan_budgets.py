@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from headscan.catalog import head_count, kept_by_window, whole_blocks
-from headscan.plans.plan_records import (
-    CHECKED,
-    Count,
-    Granularity,
-    PlanError,
-    PlannedModel,
-    PlanRecord,
-    Positive,
-    Share,
-    SomeRows,
-)
+from headscan.catalog import head_count
+from headscan.plans.plan_records import CHECKED, Count, Number, PlanError, PlanRecord, Positive, Share, SomeRows
 
 #: Sequence lengths at which a plan reports saved KV bytes: 4k, 32k and 128k.
 BUDGET_LENGTHS = (4096, 32768, 131072)
@@ -33,89 +23,43 @@ def budget_lengths(max_tokens: int | None) -> tuple[int, ...]:
     return tuple(sorted({min(length, max_tokens) for length in BUDGET_LENGTHS}))
 
 
-class WindowSteps:
-    """Numbers of windows that a plan can have, ascending from 0 (``counts``): all up to that of the candidates, or
-    those of whole layers; and the bytes of the cache with each.
-    """
-
-    def __init__(
-        self,
-        model: PlannedModel,
-        order: Sequence[tuple[int, int]],
-        widths: Mapping[tuple[int, int], tuple[int, int]],
-        dropped: Mapping[tuple[int, int], str],
-        granularity: Granularity = "kv_head",
-        block: int | None = None,
-        chunk: int | None = None,
-    ) -> None:
-        self.counts = [0]
-        for at, place in enumerate(order):
-            if granularity == "kv_head" or at + 1 == len(order) or order[at + 1][0] != place[0]:
-                self.counts.append(at + 1)
-        self._model = model
-        self._order = order
-        self._widths = widths
-        self._dropped = dropped
-        self._block, self._chunk = block, chunk
-        self._bytes = {layer.layer: layer.kv_bytes or 0 for layer in model.layers}
-
-    @property
-    def candidates(self) -> int:
-        """Number of KV heads that can get a window."""
-        return len(self._order)
-
-    def nearest(self, windows: int) -> int:
-        """Return the possible number of windows that is nearest to a wanted one, above 0 unless that is 0."""
-        possible = self.counts[1:] if windows else [0]
-        return min(possible, key=lambda count: (abs(count - windows), count))
-
-    def bytes_with(self, windows: int, tokens: int) -> int:
-        """Return the bytes of one sequence's cache if the first ``windows`` candidates get a window."""
-        whole = self._model.cache_bytes(tokens, self._block)
-        held = whole_blocks(tokens, self._block)
-        gone = sum(held * self._bytes[layer] for layer, _ in self._dropped)
-        saved = sum(
-            (held - kept_by_window(tokens, *self._widths[place], self._block, self._chunk)) * self._bytes[place[0]]
-            for place in self._order[:windows]
-        )
-        return whole - gone - saved
-
-
-class _WindowRequest(PlanRecord):
-    """A budget that names no sequence lengths."""
-
-    def lengths(self) -> tuple[int, ...]:
-        """Return the sequence lengths that the request names."""
-        return ()
+#: Returns the bytes of one sequence's cache with a number of windows, after a number of tokens.
+BytesWith = Callable[[int, int], int]
 
 
 @dataclass(frozen=True, config=CHECKED)
-class WindowShare(_WindowRequest):
+class WindowShare(PlanRecord):
     """Share of the candidates that get a window, rounded to the nearest count, at least one head or layer."""
 
     window_share: Annotated[Share, Field(gt=0)]
     kind: Literal["window_share"] = "window_share"
+    lengths: ClassVar[tuple[int, ...]] = ()
 
-    def window_count(self, steps: WindowSteps) -> int:
-        """Return the number of candidates that get a window."""
-        return steps.nearest(min(head_count(self.window_share, steps.candidates), steps.candidates))
+    def window_count(self, counts: Sequence[int], bytes_with: BytesWith) -> int:
+        """Return the number of candidates that get a window, of the possible ``counts``: ascending from 0 to all."""
+        return _nearest(counts, min(head_count(self.window_share, counts[-1]), counts[-1]))
 
 
 @dataclass(frozen=True, config=CHECKED)
-class WindowHeads(_WindowRequest):
+class WindowHeads(PlanRecord):
     """Number of candidates that get a window; in a plan by layer, rounded to the nearest number of whole layers."""
 
     window_heads: Count
     kind: Literal["window_heads"] = "window_heads"
+    lengths: ClassVar[tuple[int, ...]] = ()
 
-    def window_count(self, steps: WindowSteps) -> int:
-        """Return the number of candidates that get a window."""
-        if self.window_heads > steps.candidates:
+    def window_count(self, counts: Sequence[int], bytes_with: BytesWith) -> int:
+        """As `WindowShare.window_count`."""
+        if self.window_heads > counts[-1]:
             raise PlanError(
-                f"window_heads out of range: {self.window_heads} (limit {steps.candidates} candidates). Lower"
-                " `window_heads`"
+                f"window_heads out of range: {self.window_heads} (limit {counts[-1]} candidates). Lower `window_heads`"
             )
-        return steps.nearest(self.window_heads)
+        return _nearest(counts, self.window_heads)
+
+
+def _nearest(counts: Sequence[int], windows: int) -> int:
+    """Return the possible number of windows that is nearest to a wanted one, above 0 unless that is 0."""
+    return min(counts[1:] if windows else [0], key=lambda count: (abs(count - windows), count))
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -126,27 +70,37 @@ class KVBytes(PlanRecord):
     tokens: Positive
     kind: Literal["kv_bytes"] = "kv_bytes"
 
-    def window_count(self, steps: WindowSteps) -> int:
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Sequence lengths at which a plan reports bytes, too."""
+        return (self.tokens,)
+
+    def window_count(self, counts: Sequence[int], bytes_with: BytesWith) -> int:
         """Return the smallest number of windows whose cache fits."""
-        least = steps.bytes_with(steps.candidates, self.tokens)
+        least = bytes_with(counts[-1], self.tokens)
         if least > self.kv_bytes:
             raise PlanError(
                 f"budget out of reach: {self.kv_bytes} bytes at {self.tokens} tokens (limit {least}, the cache with"
-                f" windows on all {steps.candidates} candidates). Raise `kv_bytes`, or narrow the windows"
+                f" windows on all {counts[-1]} candidates). Raise `kv_bytes`, or narrow the windows"
             )
         # Bytes fall with the number of windows, so the negated bytes rise and can be bisected.
-        return steps.counts[
-            bisect.bisect_left(
-                steps.counts[:-1], -self.kv_bytes, key=lambda count: -steps.bytes_with(count, self.tokens)
-            )
-        ]
-
-    def lengths(self) -> tuple[int, ...]:
-        """Return the sequence lengths that the request names."""
-        return (self.tokens,)
+        at = bisect.bisect_left(counts[:-1], -self.kv_bytes, key=lambda count: -bytes_with(count, self.tokens))
+        return counts[at]
 
 
 BudgetRequest = Annotated[WindowShare | WindowHeads | KVBytes, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True, config=CHECKED)
+class LossLimit(PlanRecord):
+    """Budget: the most windows that add at most ``max_loss`` nats per scored token, on text and on each recall task.
+    The prompts are those that rank the heads; on held-out prompts the increase may be larger.
+    """
+
+    max_loss: Annotated[Number, Field(gt=0)]
+
+    def allows(self, increases: Mapping[str, float]) -> bool:
+        return max(increases.values()) <= self.max_loss
 
 
 @dataclass(frozen=True, config=CHECKED)

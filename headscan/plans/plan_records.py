@@ -6,15 +6,25 @@ The types of their fields are the checks of a plan file and the source of its JS
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, field, fields
+from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import ConfigDict, Field, StrictBool, ValidationError, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    StrictBool,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
-from headscan.catalog import RECALL_FAMILIES, kept_by_window, whole_blocks
-from headscan.errors import HeadscanError
+from headscan.catalog import RECALL_FAMILIES
+from headscan.errors import HeadscanError, PlanMismatchError
+from headscan.windows import DROPPED, Window, whole_blocks
 
 #: What the KV cache of a layer holds. ``full``: a key and a value of every token for each KV head. ``sliding``: the
 #: same of the last tokens alone, by a window or in chunks. ``latent``: one vector a token for all heads (MLA).
@@ -28,9 +38,9 @@ PlanMethod = Literal["measured", "distant_mass", "retrieval_score", "imported", 
 #: Unit of a decision: one KV head, or all KV heads of a layer.
 Granularity = Literal["kv_head", "layer"]
 
-HeadClass = Literal["retrieval", "streaming", "removable", "protected"]
-
-HeadAction = Literal["full", "window", "drop"]
+#: ``retrieval`` keeps all tokens, ``streaming`` a window, ``dropped`` none, and ``protected`` all, because the head is
+#: no candidate for a window.
+HeadClass = Literal["retrieval", "streaming", "dropped", "protected"]
 
 if TYPE_CHECKING:
     DamageTask = str
@@ -65,6 +75,39 @@ Share = Annotated[float, Field(strict=True, ge=0, le=1)]
 Rows = Annotated[tuple[_T, ...], Field(fail_fast=True)]
 SomeRows = Annotated[tuple[_T, ...], Field(fail_fast=True, min_length=1)]
 
+
+def _as_window(value: Any) -> Window | None:
+    """Return the window that a file states as a pair of numbers."""
+    if value is None or isinstance(value, Window):
+        return value
+    if isinstance(value, list | tuple) and len(value) == 2 and all(type(number) is int for number in value):
+        try:
+            return Window(*value)
+        except PlanMismatchError:
+            pass
+    raise PydanticCustomError("window", "Input should be null, or numbers of first and last tokens such as [4, 256]")
+
+
+#: First and last tokens that a KV head keeps, as a pair in files; None keeps all, and [0, 0] none.
+KeptWindow = Annotated[
+    Window | None,
+    BeforeValidator(_as_window),
+    PlainSerializer(lambda window: None if window is None else [window.sink, window.recent]),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "null"},
+                {
+                    "type": "array",
+                    "items": {"type": "integer", "minimum": 0, "maximum": MOST_INTEGER},
+                    "minItems": 2,
+                    "maxItems": 2,
+                },
+            ]
+        }
+    ),
+]
+
 #: Most names of fields in an error.
 _SHOWN_NAMES = 8
 
@@ -85,7 +128,7 @@ class PlanRecord:
     @classmethod
     def _checked_record(cls, data: Any, checked: Callable[[Any], Any]) -> Any:
         # `fields` takes several times as long, and a plan has thousands of records.
-        names = list(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+        names = list(cls.__pydantic_fields__)  # type: ignore[attr-defined]
         if isinstance(data, dict) and (odd := set(names) ^ set(data)):
             shown_names = ", ".join(repr(name[:40]) for name in sorted(odd)[:_SHOWN_NAMES])
             raise PydanticCustomError("names", "lacks or should not have {names}", {"names": shown_names})
@@ -189,14 +232,6 @@ class PlannedModel(PlanRecord):
 
 
 @dataclass(frozen=True, config=CHECKED)
-class GroupValue(PlanRecord):
-    """Largest and mean value over query heads; None if not measured."""
-
-    max: Number | None = None
-    mean: Number | None = None
-
-
-@dataclass(frozen=True, config=CHECKED)
 class HeadDamage(PlanRecord):
     """Loss that a window on one KV head adds, in nats per token; None if not measured. In a plan by layer, all KV heads
     of a layer have the loss that windows on all of them add.
@@ -218,11 +253,45 @@ class HeadDamage(PlanRecord):
 
 
 @dataclass(frozen=True, config=CHECKED)
-class Evidence(PlanRecord):
-    """Evidence on one KV head. Group values cover the query heads that read it. They include query heads of layers that
-    share its cache. Masses, entropy and norms are means over the evidence sequences of a scan.
+class PlannedHead(PlanRecord):
+    """Decision on one KV head.
 
     Attributes:
+        score: 0 to 1, higher = keep; None for a protected head, which is never ranked: its layer is not of type
+            ``full``, or it was not measured.
+        window: First and last tokens that the head keeps; None keeps all tokens.
+        damage: Measured damage; None if not measured.
+        pattern: Number of an imported pattern, high = keep; None without one.
+        verdict: Verdict by which the head can be dropped; None if there is none.
+    """
+
+    layer: Count
+    kv_head: Count
+    score: Share | None
+    window: KeptWindow
+    damage: HeadDamage | None = None
+    pattern: Number | None = None
+    verdict: str | None = None
+
+    @property
+    def keep_score(self) -> float:
+        """The score; 1 for a protected head."""
+        return 1.0 if self.score is None else self.score
+
+    @property
+    def head_class(self) -> HeadClass:
+        if self.window is None:
+            return "protected" if self.score is None else "retrieval"
+        return "dropped" if self.window == DROPPED else "streaming"
+
+
+@dataclass(frozen=True, config=CHECKED)
+class QueryHead(PlanRecord):
+    """One query head's numbers; None if not measured. Masses, entropy and norms are means over the evidence sequences
+    of a scan.
+
+    Attributes:
+        need: ``far_mass`` times ``output_norm_ln``, which the group reduction maximises.
         distant_mass: Mean over all queries, including those without distant keys, as in the catalogue.
         far_mass: Distant mass of the queries that have distant keys: the sum of ``tokens * distant_mass`` over the sum
             of ``tokens - sink - recent``. Unlike ``distant_mass`` it does not depend on the sequence lengths by
@@ -230,60 +299,6 @@ class Evidence(PlanRecord):
         entropy: In nats.
         output_norm: Mean norm of the head's output, and ``output_norm_ln`` the same over its layer's mean.
         retrieval_score: Behaviour of a probe, as ``induction_score``.
-        damage: Measured damage; None if not measured.
-        pattern: Number of an imported pattern, high = keep; None without one.
-        removable: Verdict by which the head can be dropped; None if there is none.
-    """
-
-    sink_mass: GroupValue = field(default_factory=GroupValue)
-    recent_mass: GroupValue = field(default_factory=GroupValue)
-    distant_mass: GroupValue = field(default_factory=GroupValue)
-    far_mass: GroupValue = field(default_factory=GroupValue)
-    entropy: GroupValue = field(default_factory=GroupValue)
-    output_norm: GroupValue = field(default_factory=GroupValue)
-    output_norm_ln: GroupValue = field(default_factory=GroupValue)
-    retrieval_score: GroupValue = field(default_factory=GroupValue)
-    induction_score: GroupValue = field(default_factory=GroupValue)
-    damage: HeadDamage | None = None
-    pattern: Number | None = None
-    removable: str | None = None
-
-
-@dataclass(frozen=True, config=CHECKED)
-class PlannedHead(PlanRecord):
-    """Decision on one KV head.
-
-    Attributes:
-        score: 0 to 1, higher = keep; 1 for a protected head, which is never ranked.
-        head_class: ``retrieval``: full cache; ``streaming``: a window; ``removable``: no cache; ``protected``: not a
-            candidate, because its layer is not of type ``full`` or was not measured.
-        action: ``full``: keep all tokens; ``window``: keep the first ``sink`` and last ``recent`` tokens; ``drop``:
-            keep none.
-        sink: None unless the action is ``window``, as for ``recent``.
-    """
-
-    layer: Count
-    kv_head: Count
-    score: Share
-    head_class: HeadClass
-    action: HeadAction
-    sink: Count | None
-    recent: Positive | None
-    evidence: Evidence
-
-    def kept_tokens(self, tokens: int, block: int | None = None, chunk: int | None = None) -> int:
-        """Return the number of tokens that the head keeps after ``tokens`` tokens, with the sizes of a `HeadPlan`."""
-        if self.action == "window":
-            return kept_by_window(tokens, self.sink or 0, self.recent or 0, block, chunk)
-        return whole_blocks(tokens, block) if self.action == "full" else 0
-
-
-@dataclass(frozen=True, config=CHECKED)
-class QueryHead(PlanRecord):
-    """One query head's numbers, as in ``Evidence``; None if not measured.
-
-    Attributes:
-        need: ``far_mass`` times ``output_norm_ln``, which the group reduction maximises.
     """
 
     layer: Whole

@@ -15,8 +15,6 @@ import numpy as np
 from headscan.plans.keep_scores import KeepScores, protected_notes, require_candidates
 from headscan.plans.plan_records import (
     DERIVED_NOTE,
-    Evidence,
-    GroupValue,
     LengthBin,
     PlanError,
     PlannedModel,
@@ -97,21 +95,6 @@ def _numbers(values: np.ndarray | None, heads: int) -> list[Any]:
     return [None if math.isnan(value) else value for value in values.tolist()]
 
 
-def reduce_group(group: Sequence[QueryHead]) -> Evidence:
-    """Return the evidence of a KV head from the query heads that read it."""
-
-    def reduced(name: str) -> GroupValue:
-        values = [value for value in (getattr(head, name) for head in group) if value is not None]
-        return GroupValue(max(values), sum(values) / len(values)) if values else GroupValue(None, None)
-
-    values: dict[str, Any] = {name: reduced(name) for name in _GROUP_VALUES}
-    return Evidence(**values)
-
-
-#: Fields of ``Evidence`` that reduce a field of ``QueryHead``.
-_GROUP_VALUES = tuple(name for name in Evidence.__dataclass_fields__ if name in QueryHead.__dataclass_fields__)
-
-
 def readers_of(model: PlannedModel, query_heads: Sequence[QueryHead]) -> dict[tuple[int, int], list[QueryHead]]:
     """Return the query heads that read each KV head, including those of layers that share its cache."""
     shared_from = {layer.layer: layer.kv_shared_from for layer in model.layers if layer.kv_shared_from is not None}
@@ -161,7 +144,7 @@ SCORE = (
 def distant_mass_scores(store: Store, run_id: str | None) -> KeepScores:
     """Score KV heads by the use that their query heads make of distant keys in a scan.
 
-    The need of a query head is ``far_mass * output_norm_ln`` (see `Evidence`): approximately the part of its output
+    The need of a query head is ``far_mass * output_norm_ln`` (see `QueryHead`): approximately the part of its output
     that distant keys contribute, relative to the mean output of its layer. Heads that attend far back but write little,
     and heads that write much from recent tokens, both rank low. The need of a KV head is the largest need of its query
     heads; its keep-score is ``need / max(need)`` over all candidates, in the order ``(score, layer, KV head)``.
@@ -191,7 +174,6 @@ def distant_mass_scores(store: Store, run_id: str | None) -> KeepScores:
         model=model,
         scores={place: need / most for place, need in needs.items()},
         order=tuple(sorted(needs, key=lambda place: (needs[place], place))),
-        evidence={place: reduce_group(group) for place, group in readers.items()},
         query_heads=tuple(query_heads),
         calibration=calibration,
         notes=(*_scan_notes(run, calibration, recorded), *sharing_notes(model), *protected_notes(model, needs)),
@@ -264,7 +246,6 @@ def retrieval_scores(store: Store, run_id: str | None) -> KeepScores:
         order=tuple(
             sorted(scores, key=lambda place: (scores[place], *(other.get(place, 0.0) for other in others), place))
         ),
-        evidence={place: reduce_group(group) for place, group in readers.items()},
         query_heads=tuple(heads),
         calibration=ProbeCalibration.by_name(run, behaviours=names, dtype=str(run["dtype"]).removeprefix("torch.")),
         notes=(*notes, *sharing_notes(model), *protected_notes(model, scores)),

@@ -40,9 +40,15 @@ def plan_measures(plan: HeadPlan, heads: SiteHeads) -> list[HeadMeasure]:
             scale="classes",
             classes=classes,
         ),
-        HeadMeasure("keep_score", "Plan", numbers(lambda entry: entry.score), plan.score, scale="share"),
+        HeadMeasure(
+            "keep_score",
+            "Plan",
+            numbers(lambda entry: 1.0 if entry.score is None else entry.score),
+            plan.score,
+            scale="share",
+        ),
     ]
-    damages = [None if entry is None else entry.evidence.damage for entry in entries]
+    damages = [None if entry is None else entry.damage for entry in entries]
     for kind in ("text", "recall"):
         values = np.array([None if damage is None else getattr(damage, kind) for damage in damages], dtype=float)
         if not np.isnan(values).all():

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK, RANKED_CRITERIA, RECALL_NAMES, SET_METHODS
 from headscan.errors import ModelLoadError, PruningError, first_line
-from headscan.kv.kept_keys import Window
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Count, Limits, Option, Seed, check_limits
 from headscan.settings.corpus_settings import SHORTEST, CorpusSpec, longest_text
+from headscan.windows import Window
 
 if TYPE_CHECKING:
     from headscan.plans import HeadPlan
@@ -242,20 +242,3 @@ class GenerateConfig:
     def longest(self, identity: ModelIdentity) -> int:
         """Return the length of the whole text."""
         return len(self.prompt_ids(identity)) + self.max_new_tokens
-
-
-@dataclass(frozen=True)
-class LossLimit:
-    """Budget: the most windows that add at most ``max_loss`` nats per scored token, on text and on each recall task.
-    The prompts are those that rank the heads; on held-out prompts the increase may be larger.
-    """
-
-    max_loss: Annotated[float, Limits(above=0)]
-
-    def __post_init__(self) -> None:
-        from headscan.plans import PlanError
-
-        check_limits(self, PlanError)
-
-    def allows(self, increases: Mapping[str, float]) -> bool:
-        return max(increases.values()) <= self.max_loss

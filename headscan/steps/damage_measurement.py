@@ -9,7 +9,7 @@ Shapes: P prompts, L layers, K KV heads of the widest layer, C candidate units.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -20,7 +20,6 @@ from headscan.catalog import MassWidths
 from headscan.engine.bundles import Start
 from headscan.engine.prompt_losses import (
     ALL_KEYS,
-    Losses,
     PromptPool,
     Prompts,
     recall_prompts,
@@ -29,14 +28,12 @@ from headscan.engine.prompt_losses import (
     text_prompts,
 )
 from headscan.errors import SequenceError
-from headscan.kv.kept_keys import KeptKeys, Window
-from headscan.kv.kv_damage import KvHead, candidates_of, kv_damages_by_sequence
+from headscan.kv.kv_damage import candidates_of, kv_damages_by_sequence
 from headscan.long_work import KnownNumbers, WorkKey, hash_of
 from headscan.measure.collect import collect
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pad, pass_tokens
-from headscan.plans import DamageCalibration, DamageTexts, KeepScores, PlannedModel, damage_scores, planned_model
-from headscan.runs.code_version import code_version
+from headscan.options import BATCH_TOKENS
 from headscan.runs.model_identity import ModelIdentity
 from headscan.runs.progress import Progress
 from headscan.runs.run_context import ModelContext
@@ -44,6 +41,7 @@ from headscan.settings.saving_settings import PlanConfig
 from headscan.statistics.scores import score
 from headscan.texts.recall_tasks import fixed_by
 from headscan.texts.token_requests import Request
+from headscan.windows import KeptKeys, KvHead, Window
 
 #: KV heads that get a window together, by the first of them.
 Units = Mapping[KvHead, tuple[KvHead, ...]]
@@ -56,7 +54,7 @@ class DamagePool(PromptPool):
     def one_by_one(self, requests: Sequence[Request], window: Window, units: Units) -> np.ndarray:
         """Return the damage (P, C) by masking one KV head or layer after another; exact, and on every pool."""
         sets = [ALL_KEYS, *(KeptKeys.of([(*head, window) for head in heads]) for heads in units.values())]
-        nats = self.losses(requests, sets).nats
+        nats, _ = self.losses(requests, sets)
         return (nats[1:] - nats[:1]).T.astype(np.float32)
 
     def damages(
@@ -84,11 +82,11 @@ class DamagePool(PromptPool):
         parts = [part for rows in of_one_rope for part in self._parts(requests, rows)]
         items = {f"damage of prompts {part[0]} to {part[-1]}": part for part in parts}
         work = [
-            DamageItem(name, tuple(requests[row] for row in part), window, gates, tuple(heads), self.batch_tokens)
+            WindowItem(name, tuple(requests[row] for row in part), window, gates, tuple(heads), self.batch_tokens)
             for name, part in items.items()
         ]
 
-        def key_of(item: DamageItem) -> WorkKey:
+        def key_of(item: WindowItem) -> WorkKey:
             return "damage of a window on KV heads", window.key, gates, list(heads), hash_of(item.requests)
 
         damage_PC = np.empty((len(requests), len(heads)), dtype=np.float32)
@@ -102,11 +100,11 @@ class DamagePool(PromptPool):
         """
         parts = self._parts(requests, range(len(requests)))
         work = [
-            NeedItem(f"distant mass of part {at}", tuple(requests[row] for row in part), window)
+            WindowItem(f"distant mass of part {at}", tuple(requests[row] for row in part), window)
             for at, part in enumerate(parts)
         ]
 
-        def key_of(item: NeedItem) -> WorkKey:
+        def key_of(item: WindowItem) -> WorkKey:
             return "distant mass and output norm of texts", window.key, hash_of(item.requests)
 
         sums = {item.name: needs for item, needs in self._measured(measure_needs, work, key_of, np.stack)}
@@ -119,18 +117,20 @@ class DamagePool(PromptPool):
 
 
 @dataclass(frozen=True)
-class DamageItem:
-    """Prompts for one replica; see `kv_damages_by_sequence`."""
+class WindowItem:
+    """Prompts for one replica, and the window whose damage or distant mass they measure; see
+    `kv_damages_by_sequence`.
+    """
 
     name: str
     requests: tuple[Request, ...]
     window: Window
-    gates: tuple[float, ...]
-    heads: tuple[KvHead, ...]
-    batch_tokens: int
+    gates: tuple[float, ...] = ()
+    heads: tuple[KvHead, ...] = ()
+    batch_tokens: int = BATCH_TOKENS
 
 
-def measure_damages(lm: LoadedModel, item: DamageItem) -> np.ndarray:
+def measure_damages(lm: LoadedModel, item: WindowItem) -> np.ndarray:
     """Pool task: estimate the damages (P, C) of an item from derivatives."""
     ids, lengths = pad([request.ids for request in item.requests])
     damages = kv_damages_by_sequence(
@@ -149,14 +149,7 @@ def measure_damages(lm: LoadedModel, item: DamageItem) -> np.ndarray:
     return damages[:, at[0], at[1]].numpy()
 
 
-@dataclass(frozen=True)
-class NeedItem:
-    name: str
-    requests: tuple[Request, ...]
-    window: Window
-
-
-def measure_needs(lm: LoadedModel, item: NeedItem) -> tuple[np.ndarray, np.ndarray]:
+def measure_needs(lm: LoadedModel, item: WindowItem) -> tuple[np.ndarray, np.ndarray]:
     """Pool task: return the distant mass of all queries and the normalised output norm (L, H), summed over texts."""
     sums = np.zeros((2, lm.grid.num_layers, max(site.num_attention_heads for site in lm.grid.sites)))
     # Distant mass needs a sink of one key, so for windows without sinks the first key does not count as distant.
@@ -197,7 +190,6 @@ class Measurement:
 
     context: ModelContext
     config: PlanConfig
-    model: PlannedModel
     units: Units
     ranking: tuple[Prompts, ...]
     held_out: tuple[Prompts, ...]
@@ -215,16 +207,6 @@ class Measurement:
     ) -> Measurement:
         """Return a measurement on ``prompts``; None reads those of the settings, see `read_prompts`."""
         identity, facts = context.identity, context.facts
-        model, _ = planned_model(
-            {
-                **identity.columns(),
-                "run_id": "of the loaded model",
-                "grid": facts.sites,
-                "num_layers": facts.grid.num_layers,
-                "dtype": facts.dtype,
-            },
-            equal_groups=False,
-        )
         heads = candidates_of(facts.grid, (facts.caches or {}).get("self", ()), identity.name)
         units: Units = {head: (head,) for head in heads}
         if config.granularity == "layer":
@@ -232,14 +214,14 @@ class Measurement:
         halves = [each.halves() for each in prompts or read_prompts(config, identity)]
         ranking, held_out = tuple(half for half, _ in halves), tuple(half for _, half in halves)
         starts = starts_under_windows(context.pool)
-        measurement = cls(context, config, model, units, ranking, held_out, (), known or KnownNumbers(), starts)
+        measurement = cls(context, config, units, ranking, held_out, (), known or KnownNumbers(), starts)
         return measurement._able()
 
     def _able(self) -> Measurement:
         """Leave out recall tasks that the model cannot do with its full cache."""
         able, notes = [0], []
         for index, prompts in enumerate(self.ranking[1:], 1):
-            if (refused := refusal(prompts, self._losses(prompts, [ALL_KEYS]))) is None:
+            if (refused := refusal(prompts, self._losses(prompts, [ALL_KEYS])[1])) is None:
                 able.append(index)
             else:
                 notes.append(refused)
@@ -247,17 +229,12 @@ class Measurement:
         ranking, held_out = (tuple(each[index] for index in able) for each in (self.ranking, self.held_out))
         return replace(self, ranking=ranking, held_out=held_out, notes=tuple(notes))
 
-    @property
-    def heads(self) -> tuple[KvHead, ...]:
-        """The units, each by its first KV head."""
-        return tuple(self.units)
-
     def kept(self, windows: Mapping[KvHead, Window]) -> KeptKeys:
         """Return the windows of all KV heads of units."""
         return KeptKeys.of([(*head, window) for unit, window in windows.items() for head in self.units[unit]])
 
     @property
-    def _one_by_one(self) -> bool:
+    def one_by_one(self) -> bool:
         """True if units are masked one after another. Derivatives by gates of whole layers would be the sums of those
         by KV head, and a model has few layers.
         """
@@ -265,14 +242,14 @@ class Measurement:
 
     def damages(self, window: Window) -> dict[str, np.ndarray]:
         """Return the mean damage (C,) of a window on text, and over the recall tasks if there are any."""
-        passes = 1 + len(self.units) if self._one_by_one else 1
+        passes = 1 + len(self.units) if self.one_by_one else 1
         total = passes * sum(len(prompts.requests) for prompts in self.ranking)
         with Progress(f"damage of {window.recent} recent tokens", total, "prompts") as progress:
             pool = self._pool(progress)
             of_texts = [
                 pool.one_by_one(prompts.requests, window, self.units)
-                if self._one_by_one
-                else pool.damages(prompts.requests, window, self.heads, self.config.gates)
+                if self.one_by_one
+                else pool.damages(prompts.requests, window, tuple(self.units), self.config.gates)
                 for prompts in self.ranking
             ]
         text, *recall = (damages.mean(0, dtype=np.float64) for damages in of_texts)
@@ -304,58 +281,15 @@ class Measurement:
         self, prompts: Sequence[Prompts], sets: Sequence[KeptKeys], base: KeptKeys = ALL_KEYS
     ) -> dict[str, np.ndarray]:
         """Return the loss of each prompt under each set of windows (sets, prompts) by task; see `PromptPool.losses`."""
-        return {each.task: self._losses(each, sets, base).nats for each in prompts}
+        return {each.task: self._losses(each, sets, base)[0] for each in prompts}
 
-    def _losses(self, prompts: Prompts, sets: Sequence[KeptKeys], base: KeptKeys = ALL_KEYS) -> Losses:
+    def increases(self, prompts: Sequence[Prompts], kept: KeptKeys) -> dict[str, float]:
+        """Return the loss increase of windows by task, in nats per scored token."""
+        nats = self.nats(prompts, [ALL_KEYS, kept])
+        return {task: np.diff(of_sets.mean(1)).item() for task, of_sets in nats.items()}
+
+    def _losses(
+        self, prompts: Prompts, sets: Sequence[KeptKeys], base: KeptKeys = ALL_KEYS
+    ) -> tuple[np.ndarray, np.ndarray]:
         with Progress(f"windows on {prompts.name}", len(sets) * len(prompts.requests), "prompts") as progress:
             return self._pool(progress).losses(prompts.requests, sets, base)
-
-    def scores(
-        self,
-        damage: Mapping[str, np.ndarray],
-        windows: Mapping[KvHead, Window],
-        confirmed: Mapping[str, np.ndarray] | None = None,
-        chosen: Collection[KvHead] = (),
-    ) -> KeepScores:
-        """Return keep-scores from damages (C,), each measured with the head's window. ``confirmed`` holds damages with
-        all other heads as planned (None if no head was confirmed); units in ``chosen`` get a window before all others.
-        """
-        tables = {kind: self._by_layer_and_head(values) for kind, values in damage.items()}
-        for kind, values in (confirmed or {}).items():
-            tables[f"confirmed_{kind}"] = self._by_layer_and_head(values)
-        return damage_scores(
-            self.model,
-            tables.pop("text"),
-            tables.pop("recall", None),
-            calibration=self._calibration(),
-            recents={head: window.recent for unit, window in windows.items() for head in self.units[unit]},
-            confirmed_text=tables.get("confirmed_text"),
-            confirmed_recall=tables.get("confirmed_recall"),
-            chosen=[head for unit in chosen for head in self.units[unit]],
-            notes=self.notes,
-            granularity=self.config.granularity,
-        )
-
-    def _by_layer_and_head(self, values_C: np.ndarray) -> np.ndarray:
-        widest = max(layer.num_key_value_heads for layer in self.model.layers)
-        table_LK = np.full((self.model.num_layers, widest), np.nan)
-        for unit, value in zip(self.units.values(), values_C, strict=True):
-            for layer, kv_head in unit:
-                table_LK[layer, kv_head] = value
-        return table_LK
-
-    def _calibration(self) -> DamageCalibration:
-        facts = self.context.facts
-        points = () if self._one_by_one else self.config.gates
-        return DamageCalibration(
-            texts=tuple(
-                DamageTexts(each.task, each.name, each.content_hash, len(each.requests), each.tokens, points)
-                for each in self.ranking
-            ),
-            sink=self.config.sink,
-            recent=self.config.windows[0].recent,
-            dtype=facts.dtype,
-            attention_path=facts.attention_path,
-            code_version=code_version(),
-            seed=self.config.seed,
-        )

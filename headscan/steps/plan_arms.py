@@ -7,83 +7,48 @@ not show an eviction, so an arm names its mode. With a plan for a serving engine
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from headscan.engine.arms import Arm
-from headscan.kv.kept_keys import KeptKeys
 from headscan.kv.kv_windows import KvEviction, KvWindows
+from headscan.long_work import hash_of
 from headscan.plans import HeadPlan, budget_lengths, check_model, planned_bytes, random_plan
 from headscan.runs.run_context import ModelContext
 from headscan.settings.evaluation_settings import PlanMode
 from headscan.store.records import ArmKind
 from headscan.texts.token_requests import GenerationRequest, Request
-
-
-@dataclass(frozen=True)
-class KeptHead:
-    """Decision on one KV head, as in `headscan.plans`. Stored names of arms hold a hash of its repr, so fields
-    and names stay as they are.
-    """
-
-    layer: int
-    kv_head: int
-    action: str
-    sink: int | None
-    recent: int | None
-
-
-@dataclass(frozen=True)
-class KeptHeads:
-    """The decisions of a plan without its evidence, with the sizes of its engine: small enough to be sent with every
-    item of work.
-    """
-
-    heads: tuple[KeptHead, ...]
-    block: int | None = None
-    chunk: int | None = None
-
-    @classmethod
-    def of(cls, plan: HeadPlan) -> KeptHeads:
-        heads = tuple(KeptHead(h.layer, h.kv_head, h.action, h.sink, h.recent) for h in plan.heads)
-        return cls(heads, plan.block, plan.chunk)
-
-    @property
-    def fingerprint(self) -> str:
-        """Six hexadecimal digits, equal for equal decisions."""
-        sizes = "" if self.block is self.chunk is None else f"{self.block} {self.chunk}"
-        return hashlib.sha256((repr(self.heads) + sizes).encode()).hexdigest()[:6]
-
-    @property
-    def reduced(self) -> int:
-        """Number of KV heads that do not keep all keys."""
-        return sum(head.action != "full" for head in self.heads)
+from headscan.windows import KeptKeys
 
 
 def plan_arms(plan: HeadPlan, modes: Sequence[PlanMode], controls: int) -> list[Arm]:
     """Return the arms of a plan, and ``controls`` random plans with the same bytes, in each mode. Plans with the same
     windows have the same random plans, in arms of the same name.
     """
-    chosen = KeptHeads.of(plan)
-    share = chosen.reduced / len(chosen.heads)
+    share = len(plan.kept.windows) / len(plan.heads)
     unit = " by layer" if plan.granularity == "layer" else ""
-    label = f"{plan.method}{unit} {100 * share:g}% {chosen.fingerprint}"
+    label = f"{plan.method}{unit} {100 * share:g}% {_fingerprint(plan)}"
     arms = []
     for mode in modes:
         name = f"plan {label}, {mode}"
-        arms.append(_arm(chosen, mode, name, plan))
+        arms.append(_arm(plan, mode, name))
         for seed in range(controls):
             drawn = random_plan(plan, seed)
-            dealt = KeptHeads.of(drawn)
-            name = f"random plan{unit} {100 * share:g}% {dealt.fingerprint} seed {seed}, {mode}"
-            arms.append(replace(_arm(dealt, mode, name, drawn), kind=ArmKind.RANDOM_PLAN, seed=seed))
+            name = f"random plan{unit} {100 * share:g}% {_fingerprint(drawn)} seed {seed}, {mode}"
+            arms.append(replace(_arm(drawn, mode, name), kind=ArmKind.RANDOM_PLAN, seed=seed))
     return arms
 
 
-def _arm(kept: KeptHeads, mode: PlanMode, name: str, plan: HeadPlan) -> Arm:
-    ablation = KvEviction(kept, name) if mode == "decode" else KvWindows(KeptKeys.of_plan(kept), name)
+def _fingerprint(plan: HeadPlan) -> str:
+    """Return six hexadecimal digits, equal for equal windows."""
+    windows = [(layer, head, *window.key) for layer, head, window in plan.kept.windows]
+    return hash_of((plan.block, plan.chunk, windows))[:6]
+
+
+def _arm(plan: HeadPlan, mode: PlanMode, name: str) -> Arm:
+    kept = plan.kept
+    ablation = KvEviction(kept, name) if mode == "decode" else KvWindows(kept, name)
     details: tuple[tuple[str, Any], ...] = (
         ("mode", mode),
         ("method", str(plan.method)),
@@ -91,7 +56,7 @@ def _arm(kept: KeptHeads, mode: PlanMode, name: str, plan: HeadPlan) -> Arm:
     )
     if plan.granularity == "layer":
         details += (("granularity", plan.granularity),)
-    share = kept.reduced / len(kept.heads)
+    share = len(kept.windows) / len(plan.heads)
     return Arm(name, ArmKind.PLAN, ablation, share=share, selection=mode, details=details)
 
 

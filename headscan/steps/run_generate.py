@@ -21,7 +21,8 @@ from headscan.kv.plan_cache import PlanCache, cache_bytes
 from headscan.models.loaded_model import LoadedModel
 from headscan.runs.run_context import ModelContext
 from headscan.settings.saving_settings import GenerateConfig
-from headscan.steps.plan_arms import KeptHeads, check_plan
+from headscan.steps.plan_arms import check_plan
+from headscan.windows import KeptKeys
 
 #: Prompt tokens of the pass that warms up.
 _WARM_UP = 32
@@ -33,7 +34,7 @@ class GenerationTask:
     time, which bounds the peak memory; None reads all at once.
     """
 
-    kept: KeptHeads
+    kept: KeptKeys
     prompt: tuple[int, ...]
     max_new_tokens: int = 64
     prefill_chunk: int | None = None
@@ -82,7 +83,7 @@ class GenerationComparison:
 
 def run_generate(config: GenerateConfig, model: ModelContext) -> GenerationComparison:
     """Generate the text with both caches on one replica."""
-    kept = KeptHeads.of(config.plan)
+    kept = config.plan.kept
     prompt = config.prompt_ids(model.identity)
     refuse_staged(model.pool, "generation of text")
     check_plan(config.plan, model)

@@ -31,7 +31,6 @@ from headscan.export.decilm_folder import write_decilm
 from headscan.export.gguf_file import write_gguf
 from headscan.export.layer_types_folder import write_layer_types
 from headscan.grid import HeadGrid
-from headscan.kv.kept_keys import KeptKeys
 from headscan.kv.kv_windows import KvWindows
 from headscan.models.loaded_model import LoadedModel
 from headscan.plans import HeadPlan, WindowHeads, allocate, planned_model, random_scores
@@ -139,7 +138,7 @@ def windows(lm: LoadedModel, plan: HeadPlan | None) -> Iterator[None]:
     if plan is None:
         yield
     else:
-        with headscan.intervene(lm, KvWindows(KeptKeys.of_plan(plan))):
+        with headscan.intervene(lm, KvWindows(plan.kept)):
             yield
 
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
@@ -68,7 +68,7 @@ class Checked:
         return load_plan(out)
 
     def fields(self, plan: HeadPlan) -> dict[str, Any]:
-        fields: dict[str, Any] = json.loads(json.dumps(vllm_overrides(plan, self.lm.model.config, self.name).fields))
+        fields: dict[str, Any] = json.loads(json.dumps(vllm_overrides(plan, self.lm.model.config, self.name)[0]))
         return fields
 
 
@@ -89,17 +89,14 @@ def plans(checked: Checked) -> dict[str, dict[str, Any] | None]:
     without["head_plan"]["windows"] = [[0, recent] for _, recent in without["head_plan"]["windows"]]
     found["the same without first tokens"] = without
     by_layer = checked.plan("layers", "measured", *texts, "--sink", "0", "--unit", "layer", "--window-share", "0.5")
-    found["windows by layer, 50 %"] = asdict(sliding_layers(by_layer))
+    found["windows by layer, 50 %"] = sliding_layers(by_layer)
     return found
 
 
 def _shuffled(plan: HeadPlan) -> HeadPlan:
     """Return a plan with as many windows on heads at random."""
     kept = Random(0).sample(plan.heads, len(plan.heads))
-    moved = [
-        replace(old, action=new.action, head_class=new.head_class, sink=new.sink, recent=new.recent)
-        for old, new in zip(plan.heads, kept, strict=True)
-    ]
+    moved = [replace(old, window=new.window) for old, new in zip(plan.heads, kept, strict=True)]
     return replace(plan, heads=tuple(moved))
 
 

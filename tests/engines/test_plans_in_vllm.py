@@ -41,7 +41,7 @@ def test_a_plan_is_exact_under_every_schedule(tmp_path: Path) -> None:
     lm.model.save_pretrained(tmp_path / "model")
     lm.require_tokenizer().save_pretrained(tmp_path / "model")
     heads = set(random.Random(5).sample([(layer, head) for layer in range(6) for head in range(4)], 12))
-    fields = vllm_overrides(plan_of(lm, heads, sink=4, recent=40), lm.model.config, "demo").fields
+    fields = vllm_overrides(plan_of(lm, heads, sink=4, recent=40), lm.model.config, "demo")[0]
     ids = lm.require_tokenizer()(inspect.getsource(ArgumentParser)).input_ids
     prompts = [ids[:400], ids[1000:1150], ids[2000:2060], ids[:330] + ids[3000:3050]]
     sampling = {"max_tokens": _NEW, "logprobs": 20}
@@ -115,7 +115,7 @@ def test_every_architecture_is_exact(tmp_path: Path) -> None:
         lm = _small(config, tmp_path / name)
         # Two heads of a kind in each layer share a module; those of layer 0 are neighbours of the other kind.
         heads = {(0, 0), (0, 2), (1, 0), (1, 1)}
-        cases[name] = (tmp_path / name, vllm_overrides(plan_of(lm, heads), lm.model.config, name).fields)
+        cases[name] = (tmp_path / name, vllm_overrides(plan_of(lm, heads), lm.model.config, name)[0])
     twice = json.loads(json.dumps(cases["qwen3"][1]))
     twice["head_plan"] |= {"windows": [[0, 7], [40, 33]], "heads": [[1, 0, 2, 2], [0, 0, 1, 2]], "chunk": 64}
     cases["two widths and a chunk"] = (tmp_path / "qwen3", twice)
@@ -126,7 +126,7 @@ def test_every_architecture_is_exact(tmp_path: Path) -> None:
     )
     smaller = headscan.load(tmp_path / "smaller", device="cpu", dtype="float32")
     plan = plan_of(smaller, {(0, 0), (1, 1), (2, 3), (5, 0)}, recent=24)
-    pruned = vllm_overrides(plan, smaller.model.config, "smaller").fields
+    pruned = vllm_overrides(plan, smaller.model.config, "smaller")[0]
     cases["pruned"] = (write_decilm(smaller, tmp_path / "served").folder, pruned)
 
     text = headscan.load("demo", device="cpu").require_tokenizer()(inspect.getsource(ArgumentParser)).input_ids
@@ -155,7 +155,7 @@ def test_windows_and_fp8_save_together_and_bad_settings_are_one_line(tmp_path: P
     lm.model.save_pretrained(tmp_path / "model")
     lm.require_tokenizer().save_pretrained(tmp_path / "model")
     heads = {(layer, head) for layer in range(6) for head in (0, 2)}
-    fields = vllm_overrides(plan_of(lm, heads, recent=40), lm.model.config, "demo").fields
+    fields = vllm_overrides(plan_of(lm, heads, recent=40), lm.model.config, "demo")[0]
     prompt = lm.require_tokenizer()(inspect.getsource(ArgumentParser)).input_ids[:400]
     settings = {"max_model_len": 512, "max_num_batched_tokens": 64}
     plan, fp8 = settings | {"hf_overrides": fields}, {"kv_cache_dtype": "fp8_e4m3"}

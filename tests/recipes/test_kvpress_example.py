@@ -16,7 +16,7 @@ import headscan
 from headscan.demo import MODEL_FOLDER
 from headscan.model_spec import ModelSpec
 from headscan.plans import write_pattern
-from tests.instrument.kv.cache_plans import PlainHead, PlainPlan
+from headscan.windows import KeptKeys, Window
 from tests.jobs.steps.kv_plans import model_of, plan_for
 from tests.sources import ROOT
 
@@ -78,12 +78,8 @@ def test_kvpress_masks_the_windows_of_an_exported_plan(kvpress_python: Path, tmp
     found = torch.load(out)
     assert Path(found["kvpress"]).is_relative_to(kvpress_python.parents[1])
     # kvpress counts the last tokens of the context; the next token's own key comes in addition.
-    wider = PlainPlan(
-        tuple(
-            PlainHead(h.layer, h.kv_head, h.action, h.sink, None if h.recent is None else h.recent + 1)
-            for h in plan.heads
-        )
-    )
+    windows = [(layer, head, Window(kept.sink, kept.recent + 1)) for layer, head, kept in plan.kept.windows]
+    wider = KeptKeys.of(windows, plan.kept.kv_heads)
     cache = headscan.PlanCache(wider, prefill="full")
     with torch.no_grad():
         expected = [lm.model(part, past_key_values=cache).logits[:, -1] for part in (ids[:, :-1], ids[:, -1:])]

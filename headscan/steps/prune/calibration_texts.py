@@ -111,8 +111,8 @@ def read_recall(
     for prompts in found:
         with Progress(f"{prompts.name} with all heads", len(prompts.requests), "prompts", brief=True) as progress:
             pool = PromptPool(model.pool, batch_tokens, identity.rope_lengths, progress=progress)
-            losses = pool.losses(prompts.requests, [ALL_KEYS])
-        if (refused := refusal(prompts, losses)) is None:
+            _, greedy = pool.losses(prompts.requests, [ALL_KEYS])
+        if (refused := refusal(prompts, greedy)) is None:
             able.append(prompts)
         else:
             model.say(refused)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 import headscan
 from headscan.architectures import VOCABULARY
-from headscan.kv.kept_keys import KeptKeys
 from headscan.kv.kv_windows import KvWindows
 from headscan.kv.plan_cache import PlanCache
 from headscan.models.loaded_model import LoadedModel
+from headscan.windows import KeptKeys, Window
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,21 @@ class PlainHead:
 
 @dataclass(frozen=True)
 class PlainPlan:
-    """A plan for `PlanCache` and `KeptKeys`."""
+    """A plan for `PlanCache`."""
 
     heads: tuple[PlainHead, ...]
     block: int | None = None
     chunk: int | None = None
+
+    @property
+    def kept(self) -> KeptKeys:
+        windows = [
+            (head.layer, head.kv_head, Window(head.sink or 0, head.recent or 0).sized(self.block, self.chunk))
+            for head in self.heads
+            if head.action != "full"
+        ]
+        counts = Counter(head.layer for head in self.heads)
+        return replace(KeptKeys.of(windows, counts), block=self.block or 1)
 
     def bytes(self, rows: int, tokens: int, token_bytes: int) -> int:
         """Return the bytes of a cache; ``token_bytes`` are those of one token's key and value in one head."""
@@ -91,7 +102,7 @@ def make_cache(lm: LoadedModel, plan: PlainPlan, **options: object) -> PlanCache
 @torch.no_grad()
 def oracle(lm: LoadedModel, plan: PlainPlan, ids: Tensor) -> Tensor:
     """Return the logits of one pass that keeps all keys and masks them per head."""
-    with headscan.intervene(lm, KvWindows(KeptKeys.of_plan(plan))):
+    with headscan.intervene(lm, KvWindows(plan.kept)):
         return lm.model(input_ids=ids, use_cache=False).logits
 
 

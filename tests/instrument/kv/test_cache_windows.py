@@ -9,10 +9,10 @@ from headscan.attention import cache_attention
 from headscan.attention.cache_attention import ScoreTerms, scored_output
 from headscan.attention.calls import ScoredCall
 from headscan.kv import kv_windows, window_keys
-from headscan.kv.kept_keys import DROPPED, HeadGroup, Window
 from headscan.kv.kv_windows import windowed
 from headscan.kv.padded_masks import MaskReader
 from headscan.kv.window_keys import grouped_attention, seen_by_window, windowed_output
+from headscan.windows import DROPPED, HeadGroup, Window
 
 
 def explicit(call: ScoredCall, seen_BHNS: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ def test_the_heads_of_a_group_are_selected_without_copying_lists(order: tuple[in
 def test_derivatives_may_follow_inference_mode() -> None:
     kv_windows._selection.cache_clear()
     query, key = torch.randn(1, 6, 9, 4, requires_grad=True), torch.randn(1, 3, 9, 4)
-    groups = (HeadGroup((0, 2), None), HeadGroup((1,), Window(1, 3)))
+    groups = (((0, 2), None), ((1,), Window(1, 3)))
     with torch.inference_mode():
         windowed(ScoredCall(query, key, key, 0.5, causal=True), groups, MaskReader())
     out = windowed(ScoredCall(query, key, key, 0.5, causal=True, softcap=3.0), groups, MaskReader())

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 import headscan
-from headscan.catalog import kept_by_window
 from headscan.errors import PlanMismatchError
-from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import kv_damages_by_sequence
 from headscan.kv.kv_windows import KvEviction, KvWindows
 from headscan.kv.plan_cache import PlanCache
 from headscan.kv.window_keys import first_of_last
+from headscan.windows import Window
 from tests.instrument.kv.cache_plans import DROP, FULL, PlainPlan, error, explicit_logits, in_chunks, plan_of, some_ids
 from tests.small_models import make_loaded
 
@@ -80,7 +79,7 @@ def test_passes_cut_anywhere_and_window_masks_give_the_same_logits(seed: int) ->
     expected = expected_logits(lm, plan, ids)
     for sizes in ((N,), (prompt, *[1] * (N - prompt)), random_passes(seed, N)):
         assert error(in_chunks(lm, PlanCache(plan), ids, sizes), expected) <= 1e-6
-    with torch.no_grad(), headscan.intervene(lm, KvWindows(KeptKeys.of_plan(plan))):
+    with torch.no_grad(), headscan.intervene(lm, KvWindows(plan.kept)):
         assert error(lm.model(ids, use_cache=False).logits, expected) <= 1e-6
 
 
@@ -106,7 +105,7 @@ def test_rows_with_padding_have_the_positions_of_their_own_text(seed: int, paddi
         found = in_chunks(lm, PlanCache(plan), ids, sizes, **inputs)
         for row, real in enumerate(mask.bool()):
             assert error(found[row, real], expected_logits(lm, plan, ids[row : row + 1, real])[0]) <= 1e-6
-    with torch.no_grad(), headscan.intervene(lm, KvWindows(KeptKeys.of_plan(plan))):
+    with torch.no_grad(), headscan.intervene(lm, KvWindows(plan.kept)):
         masked = lm.model(ids, use_cache=False, **inputs).logits
     assert error(masked[1, mask[1].bool()], expected_logits(lm, plan, ids[1:, mask[1].bool()])[0]) <= 1e-6
 
@@ -156,7 +155,7 @@ def test_models_with_changed_scores(family: str) -> None:
         lm.model.set_attn_implementation("headscan-cache")
     one = in_chunks(lm, cache, ids, (50,))
     assert error(in_chunks(lm, PlanCache(plan, config), ids, (20, *[1] * 20, 10)), one) <= 1e-5
-    with torch.no_grad(), headscan.intervene(lm, KvWindows(KeptKeys.of_plan(plan))):
+    with torch.no_grad(), headscan.intervene(lm, KvWindows(plan.kept)):
         assert error(lm.model(ids, use_cache=False).logits, one) <= 1e-5
 
 
@@ -205,7 +204,7 @@ def test_slots_suffice_for_every_window(seed: int) -> None:
     for tokens in range(1, 130):
         seen = {at for at in range(tokens) if sees(tokens - 1, at, window.sink, window.recent, block, chunk)}
         blocks = {at // block for at in seen}
-        assert kept_by_window(tokens, window.sink, window.recent, block, chunk) == len(blocks) * block <= window.width
+        assert window.kept(tokens) == len(blocks) * block <= window.width
         # A ring of `last` slots keeps what the next token sees.
         assert min((at for at in seen if at >= window.first), default=tokens) >= tokens - window.last
         if len(seen) < tokens:

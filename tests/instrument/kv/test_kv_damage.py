@@ -14,11 +14,11 @@ from headscan.errors import NotFiniteError, PlanMismatchError, SequenceError, Un
 from headscan.gradients.backward import same_output
 from headscan.gradients.losses import NextTokenLoss
 from headscan.kv import kv_damage as gate_gradients
-from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import kv_damages_by_sequence, window_candidates
 from headscan.kv.kv_windows import KvWindows
 from headscan.kv.padded_masks import MaskReader
 from headscan.layers.blocks import find_blocks
+from headscan.windows import KeptKeys, Window
 from tests.instrument.kv.gate_oracle import oracle_damages, sequence_losses
 from tests.small_models import distinct_first, make_loaded
 

@@ -23,11 +23,11 @@ from headscan.attention.calls import ScoredCall
 from headscan.attention.fused import CudaKernels
 from headscan.kv import decode_attention
 from headscan.kv.decode_attention import OneQueryKeys
-from headscan.kv.kept_keys import DROPPED, HeadGroup, Window
 from headscan.kv.kv_windows import windowed
 from headscan.kv.padded_masks import MaskReader
 from headscan.kv.plan_cache import PlanCache
 from headscan.kv.plan_layer import PlanLayer
+from headscan.windows import DROPPED, HeadGroup, Window
 from tests.devices import assert_near, on
 from tests.instrument.attention.emulated_flash import flash_attention_forward
 from tests.instrument.kv.cache_plans import FULL, Kind, in_chunks, oracle, random_plan
@@ -39,10 +39,10 @@ ROUNDED = 6
 NARROW, WIDE = Window(2, 7), Window(4, 20)
 #: By name: what the KV heads keep, in groups.
 GROUPS = {
-    "full": (HeadGroup((0, 1, 2, 3), None),),
-    "every second": (HeadGroup((0, 2), None), HeadGroup((1, 3), NARROW)),
-    "neighbours": (HeadGroup((0, 1, 2), None), HeadGroup((3,), WIDE)),
-    "four kinds": (HeadGroup((2,), None), HeadGroup((3,), NARROW), HeadGroup((0,), WIDE), HeadGroup((1,), DROPPED)),
+    "full": (((0, 1, 2, 3), None),),
+    "every second": (((0, 2), None), ((1, 3), NARROW)),
+    "neighbours": (((0, 1, 2), None), ((3,), WIDE)),
+    "four kinds": (((2,), None), ((3,), NARROW), ((0,), WIDE), ((1,), DROPPED)),
 }
 FLASH, EFFICIENT = "_flash_attention_forward", "_scaled_dot_product_efficient_attention"
 

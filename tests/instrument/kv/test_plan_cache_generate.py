@@ -14,12 +14,12 @@ import headscan
 from headscan.attention.cache_attention import PLAIN, ScoreTerms
 from headscan.attention.hooks import attention_hook
 from headscan.errors import PlanMismatchError, UnsupportedModelError
-from headscan.kv.kept_keys import HeadGroup, KeptKeys, Window
 from headscan.kv.kv_windows import KvWindows, windowed
 from headscan.kv.padded_masks import MaskReader
 from headscan.kv.plan_cache import PlanCache
 from headscan.kv.plan_layer import PlanLayer
 from headscan.models.loaded_model import LoadedModel
+from headscan.windows import Window
 from tests.instrument.kv.cache_plans import (
     DROP,
     FULL,
@@ -95,12 +95,12 @@ def test_windows_decode_as_the_oracle(way: str, plan: str) -> None:
     lm = make_loaded("llama")
     found = generate(lm, PlanCache(PLANS[plan]), way)
     if way == "assistant":
-        with headscan.intervene(lm, KvWindows(KeptKeys.of_plan(PLANS[plan]))):
+        with headscan.intervene(lm, KvWindows(PLANS[plan].kept)):
             expected = generate(lm, None, "greedy", use_cache=False)[:1]
     elif way == "prompt lookup":
         expected = generate(lm, PlanCache(PLANS[plan]), way, prompt_lookup_num_tokens=None)
     else:
-        with headscan.intervene(lm, KvWindows(KeptKeys.of_plan(PLANS[plan]))):
+        with headscan.intervene(lm, KvWindows(PLANS[plan].kept)):
             everything = DynamicCache(config=lm.model.config) if "beam" in way else None
             options = {"use_cache": everything is not None, "prefill_chunk_size": None}
             expected = generate(lm, everything, way, **options)
@@ -173,7 +173,7 @@ def test_rows_that_are_padded_decode_in_every_way() -> None:
 
 def explicit_full_prefill(lm: LoadedModel, plan: Any, ids: torch.Tensor, prompt: int) -> torch.Tensor:
     """Return the logits of the tokens after a prompt whose own queries saw all keys: one pass, masked by hand."""
-    kept = KeptKeys.of_plan(plan)
+    kept = plan.kept
 
     def on_attention(site: Any, call: Any) -> torch.Tensor:
         groups = kept.groups(site.layer, site.num_key_value_heads)
@@ -284,7 +284,7 @@ def test_gradients_flow_within_one_pass() -> None:
     weight = lm.model.model.layers[0].self_attn.k_proj.weight
     loss = lm.model(input_ids=ids, past_key_values=PlanCache(plan)).logits.square().mean()
     (found,) = torch.autograd.grad(loss, [weight])
-    with headscan.intervene(lm, KvWindows(KeptKeys.of_plan(plan))):
+    with headscan.intervene(lm, KvWindows(plan.kept)):
         loss = lm.model(input_ids=ids, use_cache=False).logits.square().mean()
     (expected,) = torch.autograd.grad(loss, [weight])
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
@@ -349,7 +349,7 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("terms", [PLAIN, ScoreTerms(softcap=2.0)])
 def test_a_decoding_step_never_waits_for_the_device(padded: bool, terms: ScoreTerms) -> None:
-    groups = (HeadGroup((1, 4), None), HeadGroup((0, 3), Window(2, 7)), HeadGroup((2,), Window(0, 0)))
+    groups = (((1, 4), None), ((0, 3), Window(2, 7)), ((2,), Window(0, 0)))
     layer = PlanLayer("layer 0", groups, "window", None, MaskReader())
 
     def step(tokens: int) -> set[str]:

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 import headscan
-from headscan.kv.kept_keys import KeptKeys
 from headscan.kv.kv_windows import KvWindows
 from headscan.kv.plan_cache import PlanCache
 from headscan.models.loaded_model import LoadedModel
@@ -66,7 +65,7 @@ def test_gradients_through_several_passes(plan: str, frozen: str, sizes: list[in
         lm.model.requires_grad_(False)
         for weight in weights:
             weight.requires_grad_(True)
-    with headscan.intervene(lm, KvWindows(KeptKeys.of_plan(PLANS[plan]))):
+    with headscan.intervene(lm, KvWindows(PLANS[plan].kept)):
         loss = lm.model(ids, use_cache=False).logits.square().mean()
     expected = torch.autograd.grad(loss, weights, allow_unused=True)
     found_logits = passes(lm, PlanCache(PLANS[plan]), ids, ["grad"] * len(sizes), sizes)

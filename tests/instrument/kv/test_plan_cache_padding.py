@@ -12,7 +12,6 @@ from torch import Tensor
 
 import headscan
 from headscan.errors import UnsupportedModelError
-from headscan.kv.kept_keys import KeptKeys
 from headscan.kv.kv_windows import KvWindows
 from headscan.kv.plan_cache import PlanCache
 from tests.instrument.kv.cache_plans import (
@@ -79,7 +78,7 @@ def test_padding_anywhere_equals_explicit_masks(seed: int) -> None:
     expected = explicit_logits(lm, plan, ids, causal(60) & real[:, None], text)
     assert found.isfinite().all() and error(found[real], expected[real]) <= 1e-6
     masked = {"attention_mask": (causal(60) & real[:, None])[:, None], "position_ids": text.clamp_min(0)}
-    with torch.no_grad(), headscan.intervene(lm, KvWindows(KeptKeys.of_plan(plan))):
+    with torch.no_grad(), headscan.intervene(lm, KvWindows(plan.kept)):
         found = lm.model(ids, use_cache=False, **masked).logits
     assert error(found[real], expected[real]) <= 1e-6
 
@@ -206,7 +205,7 @@ def test_other_masks_are_refused(rows: list[Tensor], form: str) -> None:
         low = {"min": torch.finfo(torch.float32).min, "-inf": float("-inf"), "-1e9": -1e9, "half": -1e38}[form]
         mask = torch.zeros(seen.shape).masked_fill(~seen, low)
     positions = {} if form == "bool" else {"position_ids": torch.arange(40)[None] % 20}
-    windows = KvWindows(KeptKeys.of_plan(PLAN))
+    windows = KvWindows(PLAN.kept)
     refused = partial(pytest.raises, UnsupportedModelError, match="not causal with the same hidden tokens")
     with torch.no_grad(), refused():
         lm.model(ids, attention_mask=mask, past_key_values=PlanCache(PLAN), **positions)

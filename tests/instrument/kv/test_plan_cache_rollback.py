@@ -11,17 +11,15 @@ import torch
 from transformers import DynamicCache
 
 from headscan.errors import PlanMismatchError, UnsupportedModelError
-from headscan.kv.kept_keys import HeadGroup, Window
 from headscan.kv.padded_masks import MaskReader
 from headscan.kv.plan_cache import PlanCache
 from headscan.kv.plan_layer import PlanMixedLayer
 from headscan.models.loaded_model import LoadedModel
+from headscan.windows import Window
 from tests.instrument.kv.cache_plans import (
     FULL,
     NARROW,
     WIDE,
-    PlainHead,
-    PlainPlan,
     error,
     in_chunks,
     make_cache,
@@ -33,7 +31,7 @@ from tests.instrument.kv.cache_plans import (
 from tests.small_models import make_loaded
 
 LATE = plan_of([[FULL, FULL], [NARROW, FULL], [FULL, NARROW]])
-GROUPS = (HeadGroup((0,), None), HeadGroup((1,), Window(2, 7)))
+GROUPS = (((0,), None), ((1,), Window(2, 7)))
 
 
 def test_a_crop_that_a_later_layer_refuses_leaves_all_layers_as_they_were() -> None:
@@ -133,13 +131,6 @@ def test_rows_of_recurrent_states_change_with_the_keys(change: Any, rows: list[i
     assert torch.equal(layer.held[0].keys, keys[rows, :1])
 
 
-@pytest.mark.parametrize("kv_heads", [(0, 2), (0, 0), (1,), (0, 1, 1)])
-def test_a_plan_names_each_kv_head_of_a_layer_once(kv_heads: tuple[int, ...]) -> None:
-    plan = PlainPlan(tuple(PlainHead(0, kv_head, *FULL) for kv_head in kv_heads))
-    with pytest.raises(PlanMismatchError, match="plan entries of layer 0: KV heads"):
-        PlanCache(plan)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -156,8 +147,7 @@ def test_a_plan_names_each_kv_head_of_a_layer_once(kv_heads: tuple[int, ...]) ->
         ({"plan": {"heads": []}}, r"is a dict, no plan"),
         ({"plan": None}, r"is a NoneType, no plan"),
         ({"plan": [(0, 1)]}, r"is a list, no plan"),
-        ({"plan": SimpleNamespace(heads=({"layer": 0},))}, r"entry 0 of the plan is a dict without layer, kv_head"),
-        ({"plan": SimpleNamespace(heads="full")}, r"is a SimpleNamespace, no plan"),
+        ({"plan": SimpleNamespace(kept="full")}, r"is a SimpleNamespace, no plan"),
     ],
 )
 def test_arguments_of_a_wrong_kind(options: dict[str, Any], message: str) -> None:

@@ -23,7 +23,6 @@ from headscan.plans import PlannedModel, planned_bytes
 from headscan.runs.model_identity import identify
 from headscan.settings.saving_settings import GenerateConfig
 from headscan.steps import run_generate as pipeline
-from headscan.steps.plan_arms import KeptHeads
 from headscan.steps.run_generate import Generated, GenerationTask, compare_generation
 from tests.instrument.kv.cache_plans import NARROW, random_plan
 from tests.jobs.cli.test_cli import fails
@@ -172,7 +171,7 @@ def test_an_empty_prompt_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_models_with_soft_caps_and_learned_sinks_generate_too() -> None:
     for family in ("gpt_oss", "gemma2-softcap"):
         lm = make_loaded(family)
-        kept = KeptHeads.of(random_plan(lm, (NARROW,)))
+        kept = random_plan(lm, (NARROW,)).kept
         ids = tuple(torch.randint(2, 90, (30,), generator=torch.Generator().manual_seed(0)).tolist())
         found = compare_generation(lm, GenerationTask(kept, ids, 6))
         assert found.planned.cache_bytes < found.full.cache_bytes
@@ -197,5 +196,5 @@ def test_both_caches_warm_up_before_they_are_timed(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(pipeline, "_generate", recorded)
     lm = make_loaded("llama")
-    compare_generation(lm, GenerationTask(KeptHeads.of(random_plan(lm, (NARROW,))), (2, 3, 4), 6))
+    compare_generation(lm, GenerationTask(random_plan(lm, (NARROW,)).kept, (2, 3, 4), 6))
     assert passes == [("DynamicCache", 2), ("PlanCache", 2), ("DynamicCache", 6), ("PlanCache", 6)]

@@ -60,7 +60,7 @@ def test_an_exported_plan_comes_back(store: Path, tmp_path: Path, format: str) -
     out = tmp_path / "pattern"
     assert main(["export", format, "--plan", str(tmp_path / "a.json"), "--out", str(out)]) == 0
     again = plan(store, tmp_path / "b.json", "--method", "imported", "--pattern", out)
-    kept = [[(h.action, h.sink, h.recent) for h in each.heads] for each in (first, again)]
+    kept = [[h.window for h in each.heads] for each in (first, again)]
     assert kept[0] == kept[1] and again.method == "imported"
     fewer = plan(store, tmp_path / "c.json", "--method", "imported", "--pattern", out, "--window-share", 0.25)
     assert set(fewer.window_heads) < set(first.window_heads) and fewer.budget.window_heads == 4

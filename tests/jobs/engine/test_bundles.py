@@ -15,10 +15,10 @@ from headscan.ablation.intervention import Intervention
 from headscan.architectures import VOCABULARY
 from headscan.engine.bundles import FROM_TOKENS, BundleItem, Start, bundle_arms, bundle_size, possible_starts, start_of
 from headscan.engine.likelihood import LikelihoodItem, distinct_inputs
-from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.layers.prefix_cache import shares_prefixes
 from headscan.sizing.model_sizes import LayerCache
 from headscan.texts.token_requests import LogLikelihood, Request, Responses
+from headscan.windows import KeptKeys, Window
 from tests.jobs.conftest import naive_likelihood, zeroed_by_hand
 from tests.small_models import make_loaded
 

@@ -19,7 +19,6 @@ from headscan.errors import ExportError
 from headscan.export.decilm_folder import write_decilm
 from headscan.export.layer_types_folder import write_layer_types
 from headscan.export.servable_model import serving_commands
-from headscan.kv.kept_keys import KeptKeys
 from headscan.kv.kv_windows import KvWindows
 from headscan.models.loaded_model import LoadedModel
 from headscan.plans import HeadPlan, PlanError, WindowHeads, allocate, load_plan, planned_model, random_scores
@@ -46,7 +45,7 @@ def plan_of(lm: LoadedModel, layers: Collection[int], *, sink: int = 0) -> HeadP
 @torch.no_grad()
 def masked(lm: LoadedModel, plan: HeadPlan, tokens: Tensor) -> Tensor:
     """Return the logits (N, V) under the masks of a plan's arm."""
-    with headscan.intervene(lm, KvWindows(KeptKeys.of_plan(plan))):
+    with headscan.intervene(lm, KvWindows(plan.kept)):
         found: Tensor = lm.model(tokens, use_cache=False).logits[0]
     return found
 
@@ -58,7 +57,7 @@ def test_ministral_computes_the_masks_of_the_plan(name: str, layers: tuple[int, 
     plan, tokens = plan_of(lm, layers), ids(lm)
     written = write_layer_types(lm, plan, tmp_path / "served", architecture="ministral")
     model = AutoModelForCausalLM.from_pretrained(written.folder, attn_implementation="eager")
-    assert type(model) is MinistralForCausalLM and written.windows.sliding_window == WINDOW
+    assert type(model) is MinistralForCausalLM and written.windows["sliding_window"] == WINDOW
     with torch.no_grad():
         found, whole = model(tokens).logits[0], lm.model(tokens).logits[0]
     expected = masked(lm, plan, tokens)

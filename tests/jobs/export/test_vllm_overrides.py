@@ -32,6 +32,7 @@ from headscan.plans import (
     read_pattern,
 )
 from headscan.runs.model_identity import identify, model_facts
+from headscan.windows import Window
 from tests.small_models import make_loaded
 from tests.sources import SHARED
 
@@ -71,9 +72,9 @@ def test_the_plugin_reads_what_each_head_keeps(name: str) -> None:
     kv_heads = lm.grid.sites[0].num_key_value_heads
     heads = {(0, 0), (1, kv_heads - 1), (2, 0)}
     config = lm.model.config
-    made = vllm_overrides(plan_of(lm, heads), config, lm.source)
-    assert made.fields["architectures"] == [PREFIX + type(lm.model).__name__] and not made.is_decilm
-    plan = read_back(made.fields, config)
+    fields, is_decilm = vllm_overrides(plan_of(lm, heads), config, lm.source)
+    assert fields["architectures"] == [PREFIX + type(lm.model).__name__] and not is_decilm
+    plan = read_back(fields, config)
     assert plan.windows == ((4, 16),) and plan.block is plan.chunk is None
     assert {(layer, head) for layer, row in enumerate(plan.heads) for head, kept in enumerate(row) if kept} == heads
     assert [len(row) for row in plan.heads] == [kv_heads] * lm.grid.num_layers
@@ -87,8 +88,10 @@ def test_both_sides_know_the_same_architectures_and_version() -> None:
 def test_windows_of_several_widths() -> None:
     lm = loaded("llama")
     plan = plan_of(lm, {(0, 0), (1, 1)})
-    wide = tuple(replace(head, recent=24) if (head.layer, head.kv_head) == (1, 1) else head for head in plan.heads)
-    served = read_back(vllm_overrides(replace(plan, heads=wide), lm.model.config, "small").fields, lm.model.config)
+    wide = tuple(
+        replace(head, window=Window(4, 24)) if (head.layer, head.kv_head) == (1, 1) else head for head in plan.heads
+    )
+    served = read_back(vllm_overrides(replace(plan, heads=wide), lm.model.config, "small")[0], lm.model.config)
     assert served.windows == ((4, 16), (4, 24))
     assert served.heads[0] == (1, 0) and served.heads[1] == (0, 2)
 
@@ -99,11 +102,11 @@ def test_windows_of_several_widths() -> None:
 def test_a_pruned_model_is_served_from_its_decilm_folder(removed: list[tuple[int, int]], tmp_path: Path) -> None:
     headscan.save_pruned(headscan.slice_heads(make_loaded("llama"), removed), tmp_path / "smaller")
     lm = headscan.load(tmp_path / "smaller", device="cpu")
-    made = vllm_overrides(plan_of(lm, {(0, 0), (2, 1)}), lm.model.config, lm.source)
-    assert made.is_decilm and made.fields["architectures"] == ["HeadPlanDeciLMForCausalLM"]
+    fields, is_decilm = vllm_overrides(plan_of(lm, {(0, 0), (2, 1)}), lm.model.config, lm.source)
+    assert is_decilm and fields["architectures"] == ["HeadPlanDeciLMForCausalLM"]
     folder = write_decilm(lm, tmp_path / "served").folder
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    plan = read_back(made.fields, SimpleNamespace(**config))
+    plan = read_back(fields, SimpleNamespace(**config))
     for layer, (row, block) in enumerate(zip(plan.heads, config["block_configs"], strict=True)):
         group, own = block["attention"]["n_heads_in_group"], lm.grid.at("self").sites
         assert len(row) == (config["num_attention_heads"] // group if group else 0)
@@ -138,7 +141,7 @@ def test_a_large_plan_is_a_small_file() -> None:
         intermediate_size=28672,
         vocab_size=128256,
     )
-    text = json.dumps(vllm_overrides(plan, config, "x").fields, separators=(",", ":"))
+    text = json.dumps(vllm_overrides(plan, config, "x")[0], separators=(",", ":"))
     assert len(text) < 2048 and "'" not in text and sum(map(sum, json.loads(text)["head_plan"]["heads"])) == 320
 
 
@@ -161,7 +164,7 @@ def test_published_patterns_are_served(name: str) -> None:
         intermediate_size=14336,
         vocab_size=32000,
     )
-    served = read_back(vllm_overrides(plan, config, name).fields, config)
+    served = read_back(vllm_overrides(plan, config, name)[0], config)
     assert served.windows == ((128, 256),)
     assert sum(map(sum, served.heads)) == len(plan.window_heads) > 0
 

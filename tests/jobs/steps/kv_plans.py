@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import headscan
-from headscan.kv.kept_keys import DROPPED, KeptKeys
 from headscan.kv.kv_windows import KvWindows
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
@@ -19,6 +18,7 @@ from headscan.plans.keep_scores import KeepScores, full_heads
 from headscan.plans.plan_records import RandomCalibration
 from headscan.runs.model_identity import identify, model_facts
 from headscan.texts.token_requests import LogLikelihood, Request
+from headscan.windows import DROPPED, KeptKeys
 
 #: Narrow windows, so that short texts lose keys.
 SINK, RECENT = 1, 3
@@ -50,23 +50,23 @@ def plan_for(
     chosen = places[:windows] if isinstance(windows, int) else list(windows)
     order = (*chosen, *(place for place in places if place not in chosen))
     scores = {place: rank / len(order) for rank, place in enumerate(order)}
-    keep = KeepScores("random", "a rank", model, scores, order, {}, (), RandomCalibration(seed, None))
-    removable = dict.fromkeys(dropped, "a verdict")
-    return allocate(keep, WindowHeads(len(chosen)), sink=SINK, recent=recent, removable=removable)
+    keep = KeepScores("random", "a rank", model, scores, order, (), RandomCalibration(seed, None))
+    verdicts = dict.fromkeys(dropped, "a verdict")
+    return allocate(keep, WindowHeads(len(chosen)), sink=SINK, recent=recent, dropped=verdicts)
 
 
 @torch.no_grad()
 def forward_oracle(lm: LoadedModel, plan: HeadPlan, request: Request) -> LogLikelihood:
     """Answer a request in one pass in which all tokens see their windows."""
     ids = torch.tensor([request.ids[:-1]])
-    with headscan.intervene(lm, KvWindows(KeptKeys.of_plan(plan))):
+    with headscan.intervene(lm, KvWindows(plan.kept)):
         logits = lm.model(ids, use_cache=False).logits[0, -request.scored_tokens :]
     return _likelihood(logits, request)
 
 
 def only_drops(plan: HeadPlan) -> KvWindows:
     """Return the masks of a context that is read with all keys: dropped heads output zero there too."""
-    kept = KeptKeys.of_plan(plan)
+    kept = plan.kept
     return KvWindows(KeptKeys.of(each for each in kept.windows if each[2] == DROPPED))
 
 
@@ -80,7 +80,7 @@ def decode_oracle(lm: LoadedModel, plan: HeadPlan, request: Request) -> LogLikel
             lm.model(torch.tensor([request.ids[:start]]), past_key_values=cache, use_cache=True)
     logits = []
     for token in request.ids[start:-1]:
-        with headscan.intervene(lm, KvWindows(KeptKeys.of_plan(plan))):
+        with headscan.intervene(lm, KvWindows(plan.kept)):
             logits.append(lm.model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits[0, -1])
     return _likelihood(torch.stack(logits), request)
 

@@ -17,14 +17,14 @@ from headscan.cluster.pool import InProcessPool
 from headscan.cluster.streamed_pool import StreamedPool
 from headscan.engine.prompt_losses import ALL_KEYS, PromptPool, Prompts, starts_under_windows
 from headscan.errors import HeadscanError, NotFiniteError, SequenceError
-from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import kv_damages_by_sequence, window_candidates
 from headscan.kv.kv_windows import KvWindows
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
+from headscan.plans.window_search import Heads, WindowSearch, edge, smallest_windows
 from headscan.steps.damage_measurement import DamagePool
-from headscan.steps.run_plan import WindowSearch, edge, smallest_windows
 from headscan.texts.token_requests import Request
+from headscan.windows import KeptKeys, Window
 from tests.jobs.conftest import THREADS
 from tests.small_models import make_model
 
@@ -65,9 +65,9 @@ def test_losses_are_those_of_masks_opened_by_hand_in_every_pool(spec: ModelSpec,
     expected = [losses_by_hand(spec, requests, kept) for kept in sets]
     for pool in (InProcessPool(spec, THREADS), StreamedPool(spec, STREAMED)):
         with pool:
-            found = PromptPool(pool, 128).losses(requests, sets)
-        np.testing.assert_allclose(found.nats, expected, rtol=1e-4, atol=1e-5)
-        assert found.greedy.shape == found.nats.shape
+            nats, greedy = PromptPool(pool, 128).losses(requests, sets)
+        np.testing.assert_allclose(nats, expected, rtol=1e-4, atol=1e-5)
+        assert greedy.shape == nats.shape
 
 
 def test_passes_that_go_on_from_another_sets_give_the_same_losses(spec: ModelSpec, requests: list[Request]) -> None:
@@ -86,7 +86,7 @@ def test_passes_that_go_on_from_another_sets_give_the_same_losses(spec: ModelSpe
         ran: list[int] = []
 
         def losses(asked: Sequence[KeptKeys], base: KeptKeys = ALL_KEYS) -> np.ndarray:
-            return PromptPool(pool, 128, starts=starts).losses(requests, asked, base).nats
+            return PromptPool(pool, 128, starts=starts).losses(requests, asked, base)[0]
 
         def watch(lm: LoadedModel, _: None) -> None:
             for layer in range(3):
@@ -132,7 +132,7 @@ def test_the_mean_of_many_gates_is_the_loss_of_all_windows_together(spec: ModelS
     with InProcessPool(spec, THREADS) as pool:
         estimate = DamagePool(pool, 512).damages(requests, WINDOW, heads, gates).sum(1)
         every = KeptKeys.of([(*head, WINDOW) for head in heads])
-        nats = PromptPool(pool, 128).losses(requests, [ALL_KEYS, every]).nats
+        nats, _ = PromptPool(pool, 128).losses(requests, [ALL_KEYS, every])
     np.testing.assert_allclose(estimate, nats[1] - nats[0], rtol=0.02, atol=2e-3)
 
 
@@ -159,10 +159,6 @@ HEADS = [(layer, kv_head) for layer in range(3) for kv_head in range(4)]
 KINDS = {head: head[0] == 2 for head in HEADS}
 
 
-def kept(heads: Iterable[tuple[int, int]]) -> KeptKeys:
-    return KeptKeys.of([(*head, WINDOW) for head in heads])
-
-
 class Pretended:
     """Losses of two tasks in which windows add up, and pairs of windows cost more or less together."""
 
@@ -176,15 +172,15 @@ class Pretended:
         at = np.isin(np.arange(len(HEADS)), [HEADS.index(head) for head in heads]).astype(float)
         return self.single @ at + np.einsum("tij,i,j->t", self.pair, at, at)
 
-    def screen(self, sets: Sequence[KeptKeys], base: KeptKeys) -> list[dict[str, np.ndarray]]:
+    def screen(self, sets: Sequence[Heads], base: Heads) -> list[dict[str, np.ndarray]]:
         """The first of four parts of the prompts."""
         return [{task: nats[:2] for task, nats in each.items()} for each in self.measure(sets, base, counted=False)]
 
-    def measure(self, sets: Sequence[KeptKeys], base: KeptKeys, *, counted: bool = True) -> list[dict[str, np.ndarray]]:
+    def measure(self, sets: Sequence[Heads], base: Heads, *, counted: bool = True) -> list[dict[str, np.ndarray]]:
         self.asked += len(sets) * counted
         found = []
-        for kept in sets:
-            text, copying = self.means((layer, kv_head) for layer, kv_head, _ in kept.windows)
+        for heads in sets:
+            text, copying = self.means(heads)
             found.append(
                 {
                     "text": text + self.noise * self.rng.normal(size=self.texts),
@@ -200,7 +196,7 @@ class Pretended:
     def search(self, reference: Iterable[tuple[int, int]] | None = None) -> WindowSearch:
         totals = tuple(self.single.sum(1))
         other = None if reference is None else frozenset(reference)
-        return WindowSearch(self.measure, self.screen, kept, totals, KINDS, other)  # type: ignore[arg-type]
+        return WindowSearch(self.measure, self.screen, totals, KINDS, other)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [1, 3, 6, 9, 11])

@@ -17,24 +17,25 @@ from headscan.catalog import RECALL_FAMILIES, MassWidths
 from headscan.cli.main import main
 from headscan.cluster.pool import InProcessPool
 from headscan.demo import MODEL_FOLDER
-from headscan.engine.prompt_losses import ALL_KEYS, Losses, PromptPool, recall_prompts, text_prompts
+from headscan.engine.prompt_losses import ALL_KEYS, PromptPool, recall_prompts, text_prompts
 from headscan.errors import HeadscanError, SequenceError
-from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_windows import KvWindows
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
-from headscan.plans import PlanError, WindowHeads, WindowShare, load_plan, make_plan, random_plan
+from headscan.plans import LossLimit, PlanError, WindowHeads, WindowShare, load_plan, make_plan, random_plan
+from headscan.plans.window_search import smallest_windows
 from headscan.runs.run_context import ModelContext, Run
 from headscan.settings.evaluation_settings import RecallQuestions
 from headscan.settings.measure_settings import ScanConfig
-from headscan.settings.saving_settings import LossLimit, PlanConfig, RecallPrompts
+from headscan.settings.saving_settings import PlanConfig, RecallPrompts
 from headscan.steps.damage_measurement import DamagePool, Measurement
-from headscan.steps.run_plan import run_plan, smallest_windows
+from headscan.steps.run_plan import run_plan
 from headscan.steps.run_scan import run_scan
 from headscan.store.store import Store
 from headscan.texts import CorpusSpec, TokenConfig, open_corpus, sequences
 from headscan.texts.recall_tasks import recall_questions
 from headscan.texts.token_requests import Request
+from headscan.windows import KeptKeys, Window
 from tests.jobs.conftest import THREADS
 from tests.sources import SHARED
 
@@ -60,10 +61,8 @@ def context():
 def test_a_share_gives_windows_evidence_and_a_held_out_loss(context: ModelContext) -> None:
     plan = run_plan(SMALL, context, WindowShare(0.5))
     assert (plan.method, plan.budget.window_heads) == ("measured", 12)
-    assert all(head.evidence.damage is not None and head.evidence.damage.text is not None for head in plan.heads)
-    confirmed = [
-        head for head in plan.heads if head.evidence.damage and head.evidence.damage.confirmed_text is not None
-    ]
+    assert all(head.damage is not None and head.damage.text is not None for head in plan.heads)
+    confirmed = [head for head in plan.heads if head.damage and head.damage.confirmed_text is not None]
     assert len(confirmed) == 8
     assert plan.validation is not None and plan.validation["loss_increase"].keys() >= {"text"}
     assert "on held-out prompts" in plan.notes[0]
@@ -80,7 +79,7 @@ def test_a_loss_limit_gives_as_many_windows_as_it_allows(context: ModelContext) 
         assert plan.validation is not None
         assert plan.validation["max_loss"] == limit
         measurement = Measurement.of(config, context)
-        full, windows = measurement.nats(measurement.ranking, [ALL_KEYS, KeptKeys.of_plan(plan)])["text"].mean(1)
+        full, windows = measurement.nats(measurement.ranking, [ALL_KEYS, plan.kept])["text"].mean(1)
         assert windows - full <= limit
     assert counts == sorted(counts)
     assert counts[-1] == 24
@@ -105,11 +104,11 @@ def test_the_other_methods_order_is_that_of_a_store(context: ModelContext, tmp_p
 def test_a_plan_loses_no_more_than_the_other_methods_on_the_prompts_that_chose_it(context: ModelContext) -> None:
     measurement = Measurement.of(SMALL, context)
     order = measurement.distant_order(SMALL.windows[0])
-    assert order is not None and sorted(order) == sorted(measurement.heads)
+    assert order is not None and sorted(order) == sorted(measurement.units)
     for count in (9, 18):
         plan = run_plan(SMALL, context, WindowHeads(count))
         other = KeptKeys.of([(*head, SMALL.windows[0]) for head in order[:count]])
-        losses = measurement.nats(measurement.ranking, [KeptKeys.of_plan(plan), other])
+        losses = measurement.nats(measurement.ranking, [plan.kept, other])
         assert all((nats[0] - nats[1]).mean() <= 1e-6 for nats in losses.values())
         assert "sets of windows were measured with window masks" in plan.notes[1]
 
@@ -123,9 +122,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[AddedLoss], None]:
     """Replace the losses of windows; the model gets every answer right."""
 
     def install(added: AddedLoss) -> None:
-        def losses(_: PromptPool, requests: Sequence[Request], sets: Sequence[KeptKeys], __: KeptKeys) -> Losses:
+        def losses(
+            _: PromptPool, requests: Sequence[Request], sets: Sequence[KeptKeys], __: KeptKeys
+        ) -> tuple[np.ndarray, np.ndarray]:
             nats = np.array([[len(kept.windows) * added(request) for request in requests] for kept in sets])
-            return Losses(nats, np.ones_like(nats))
+            return nats, np.ones_like(nats)
 
         monkeypatch.setattr(PromptPool, "losses", losses)
 
@@ -171,10 +172,10 @@ def test_heads_get_windows_of_different_widths(context: ModelContext) -> None:
     chosen = smallest_windows({window: [values] for window, values in damages.items()})
     assert {window.recent for window in chosen} == {16, 48}
     for head, window, *values in zip(plan.heads, chosen, *damages.values(), strict=True):
-        damage = head.evidence.damage
+        damage = head.damage
         assert damage is not None and damage.recent == window.recent
         assert damage.text == pytest.approx(values[config.windows.index(window)])
-        assert head.recent == (window.recent if head.action == "window" else None)
+        assert head.window in (None, window)
 
 
 def test_damages_of_layers_are_those_of_masks_opened_by_hand(context: ModelContext) -> None:
@@ -190,7 +191,7 @@ def test_damages_of_layers_are_those_of_masks_opened_by_hand(context: ModelConte
                 kept = KeptKeys.of([(layer, kv_head, window) for kv_head in range(4)])
                 damages.setdefault(prompts.task, []).append(_loss(lm, ids, scored, kept) - full)
     for head in plan.heads:
-        damages, damage = {task: np.mean(each) for task, each in found[head.layer].items()}, head.evidence.damage
+        damages, damage = {task: np.mean(each) for task, each in found[head.layer].items()}, head.damage
         assert damage is not None
         assert damage.text == pytest.approx(damages.pop("text"), abs=2e-5)
         assert damage.recall == pytest.approx(np.mean(list(damages.values())), abs=2e-5)
@@ -213,16 +214,14 @@ def test_a_plan_by_layer_is_searched_and_limited_in_whole_layers(context: ModelC
     config = replace(SMALL, granularity="layer", recall_prompts=0)
     plan = run_plan(config, context, WindowShare(0.5))
     assert "of 3 layers with windows are not among the lowest estimates" in plan.notes[1]
-    confirmed = {
-        head.layer for head in plan.heads if head.evidence.damage and head.evidence.damage.confirmed_text is not None
-    }
+    confirmed = {head.layer for head in plan.heads if head.damage and head.damage.confirmed_text is not None}
     assert confirmed == set(range(6))
     limited = run_plan(config, context, LossLimit(0.01))
     for each in (plan, limited):
         windowed = {layer for layer, _ in each.window_heads}
         assert each.window_heads == [(layer, kv_head) for layer in sorted(windowed) for kv_head in range(4)]
     measurement = Measurement.of(config, context)
-    full, windows = measurement.nats(measurement.ranking, [ALL_KEYS, KeptKeys.of_plan(limited)])["text"].mean(1)
+    full, windows = measurement.nats(measurement.ranking, [ALL_KEYS, limited.kept])["text"].mean(1)
     assert windows - full <= 0.01 and 0 < len(limited.window_heads) < 24
 
 
@@ -332,10 +331,10 @@ def test_measured_plans_lose_less_than_plans_by_attention_and_random_ones(
         distant = make_plan(store, None, method="distant_mass", budget=WindowHeads(count), sink=4, recent=60)
         plans += [measured, distant, *(random_plan(measured, seed) for seed in range(5))]
     prompts = [text_prompts(corpus, identity, 512, 32, 64), *recall_prompts(identity, 512, 32, 0)]
-    sets = [KeptKeys.of_plan(plan) for plan in plans]
+    sets = [plan.kept for plan in plans]
     found = {}
     for each in prompts:
-        nats = PromptPool(context.pool, 2048).losses(each.halves()[1].requests, [ALL_KEYS, *sets]).nats
+        nats, _ = PromptPool(context.pool, 2048).losses(each.halves()[1].requests, [ALL_KEYS, *sets])
         found[each.task] = (nats[1:] - nats[:1]).mean(1).reshape(len(counts), len(names))
     for row, count in enumerate(counts):
         for column, name in enumerate(names):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from headscan.cluster.pool import InProcessPool
 from headscan.engine.arms import Arm
 from headscan.engine.reading import need_headscan_kernels
-from headscan.kv.kept_keys import KeptKeys
 from headscan.kv.kv_windows import KvEviction, KvWindows
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
@@ -30,9 +30,10 @@ from headscan.plans import (
 )
 from headscan.runs.run_context import ModelContext
 from headscan.settings.evaluation_settings import PLAN_MODES
-from headscan.steps.plan_arms import KeptHeads, check_plan, plan_arms, window_notes
+from headscan.steps.plan_arms import check_plan, plan_arms, window_notes
 from headscan.store.records import ArmKind
 from headscan.texts.token_requests import Request
+from headscan.windows import KeptKeys
 from tests.jobs.conftest import THREADS
 from tests.jobs.steps.kv_plans import plan_for
 
@@ -47,22 +48,20 @@ def _itself(lm: LoadedModel, item: object) -> LoadedModel:
 
 
 def kept_by(arm: Arm) -> KeptKeys:
-    if isinstance(arm.intervention, KvWindows):
-        return arm.intervention.kept
-    assert isinstance(arm.intervention, KvEviction)
-    return KeptKeys.of_plan(arm.intervention.plan)
+    assert isinstance(arm.intervention, KvWindows | KvEviction)
+    return arm.intervention.kept
 
 
 def test_a_plan_is_an_arm_in_each_mode(model: PlannedModel) -> None:
     plan = replace(plan_for(model, [(0, 0), (2, 1)], dropped=[(1, 0)]), method="imported")
     forward, decode = plan_arms(plan, PLAN_MODES, 0)
     heads = len(plan.heads)
-    label = f"plan imported {100 * 3 / heads:g}% {KeptHeads.of(plan).fingerprint}"
-    assert (forward.name, decode.name) == (f"{label}, forward", f"{label}, decode")
+    label = rf"plan imported {100 * 3 / heads:g}% [0-9a-f]{{6}}, "
+    assert re.fullmatch(label + "forward", forward.name) and re.fullmatch(label + "decode", decode.name)
     assert type(forward.intervention) is KvWindows and type(decode.intervention) is KvEviction
     for arm, mode in ((forward, "forward"), (decode, "decode")):
         assert (arm.kind, arm.share, arm.selection, arm.seed) == (ArmKind.PLAN, 3 / heads, mode, None)
-        assert kept_by(arm) == KeptKeys.of_plan(plan)
+        assert kept_by(arm) == plan.kept
         details = dict(arm.details)
         assert (details["mode"], details["method"]) == (mode, "imported")
         whole = [sum(layer.cache_bytes(row.tokens) for layer in model.layers) for row in plan.budget.lengths]
@@ -81,7 +80,7 @@ def test_seeds_are_random_plans_of_the_same_bytes(model: PlannedModel) -> None:
     assert len({arm.name for arm in arms}) == 7 and len({kept_by(arm) for arm in arms}) > 3
     for arm in arms[1:]:
         drawn = random_plan(plan, arm.seed or 0)
-        assert kept_by(arm) == KeptKeys.of_plan(drawn)
+        assert kept_by(arm) == drawn.kept
         assert planned_bytes(drawn, 4096) == planned_bytes(plan, 4096)
         assert (arm.share, arm.selection) == (arms[0].share, "decode")
         assert dict(arm.details)["kv_shares"] == dict(arms[0].details)["kv_shares"]

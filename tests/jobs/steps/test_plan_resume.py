@@ -56,8 +56,8 @@ class CountingPool(InProcessPool):
 def made(store: Path | None, most: int | None = None, count: int = 2, **options: Any) -> tuple[HeadPlan, list[Any]]:
     """Return a plan, of which few exchanges are tried, and what was measured."""
     with CountingPool(most) as pool, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headscan.steps.run_plan._ROUNDS", 1)
-        patch.setattr("headscan.steps.run_plan._TRIES", 2)
+        patch.setattr("headscan.plans.window_search._ROUNDS", 1)
+        patch.setattr("headscan.plans.window_search._TRIES", 2)
         context = ModelContext(SPEC, lambda _: pool)
         if store is not None:
             context = Run(SPEC, Store(store), lambda _: pool, **options)

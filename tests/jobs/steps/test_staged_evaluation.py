@@ -11,7 +11,6 @@ import headscan
 from headscan.cluster.placements import PipelinePlacement, StreamedPlacement
 from headscan.cluster.pool import StagingError, open_pool
 from headscan.engine.arms import BASELINE, Arm, mask_arm, random_rules
-from headscan.kv.kept_keys import DROPPED, KeptKeys, Window
 from headscan.kv.kv_windows import KvEviction, KvWindows
 from headscan.model_spec import ModelSpec
 from headscan.settings.evaluation_settings import EvaluateConfig, SweepConfig, TaskConfig
@@ -19,6 +18,7 @@ from headscan.steps.run_evaluation import run_evaluation
 from headscan.steps.run_sweep import run_sweep
 from headscan.store.records import ArmKind
 from headscan.store.store import Store
+from headscan.windows import DROPPED, KeptKeys, Window
 from tests.instrument.kv.cache_plans import NARROW, plan_of
 from tests.jobs.conftest import THREADS, run_on
 

@@ -29,6 +29,7 @@ from headscan.plans import (
     random_scores,
 )
 from headscan.settings.evaluation_settings import ChosenArms
+from headscan.windows import DROPPED, Window
 from tests.numbers.plan_fixtures import site
 
 #: Bytes of one token in one KV head: a key and a value of 8 numbers in bfloat16; layer 3 has 16 numbers.
@@ -91,7 +92,7 @@ def test_bytes_get_the_fewest_windows_that_fit(tokens: int) -> None:
 
 
 def test_planned_bytes_are_exact_by_layer() -> None:
-    plan = plan_of(WindowHeads(1), windows={(0, 1): (4, 60)}, removable={(1, 1): "verdict"})
+    plan = plan_of(WindowHeads(1), windows={(0, 1): Window(4, 60)}, dropped={(1, 1): "verdict"})
     assert plan.window_heads == [(0, 1)]
     for tokens in (1, 16, 17, 64, 1000):
         assert planned_layer_bytes(plan, tokens) == {
@@ -109,11 +110,11 @@ def test_planned_bytes_are_exact_by_layer() -> None:
 
 
 def test_widths_may_differ_per_head(tmp_path) -> None:
-    plan = plan_of(WindowHeads(3), windows={(0, 1): (4, 60), (1, 0): (4, 28)})
-    assert {(h.layer, h.kv_head): (h.sink, h.recent) for h in plan.heads if h.action == "window"} == {
-        (0, 1): (4, 60),
-        (1, 1): (4, 12),
-        (3, 0): (4, 12),
+    plan = plan_of(WindowHeads(3), windows={(0, 1): Window(4, 60), (1, 0): Window(4, 28)})
+    assert {place: window for place, window in plan.windows.items() if window is not None} == {
+        (0, 1): Window(4, 60),
+        (1, 1): Window(4, 12),
+        (3, 0): Window(4, 12),
     }
     assert "3 of 8 KV heads keep 4 first and 12 to 60 last tokens" in plan.summary()[0]
     assert load_plan(plan.save(tmp_path / "p.json")) == plan
@@ -125,12 +126,12 @@ def test_widths_may_differ_per_head(tmp_path) -> None:
         ({"recent": 0}, "recent of the window is 0"),
         ({"sink": 0, "recent": 0}, "recent of the window is 0"),
         ({"sink": -1}, "sink of the window is -1"),
-        ({"windows": {(0, 1): (4, 0)}}, "recent of the window is 0"),
-        ({"windows": {(0, 1): (3, 13)}}, r"a window keeps 3 first tokens \(limit 4"),
+        ({"windows": {(0, 1): DROPPED}}, "recent of the window is 0"),
+        ({"windows": {(0, 1): Window(3, 13)}}, r"a window keeps 3 first tokens \(limit 4"),
         ({"budget": WindowHeads(7)}, r"window_heads out of range: 7 \(limit 6"),
-        ({"removable": {(2, 0): "v"}}, "layer 2, KV head 0 of tiny has no unbounded cache"),
-        ({"removable": {(9, 0): "v"}}, "layer 9"),
-        ({"removable": {(0, 0): " "}}, "without a verdict"),
+        ({"dropped": {(2, 0): "v"}}, "layer 2, KV head 0 of tiny has no unbounded cache"),
+        ({"dropped": {(9, 0): "v"}}, "layer 9"),
+        ({"dropped": {(0, 0): " "}}, "without a verdict"),
     ],
 )
 def test_windows_that_keep_nothing_and_unfounded_drops_are_refused(options: dict, message: str) -> None:
@@ -150,24 +151,24 @@ def test_requests_out_of_range_are_refused() -> None:
 
 
 def test_few_first_tokens_are_kept_if_few_are_requested() -> None:
-    assert plan_of(WindowHeads(1), sink=0, recent=1).heads[1].recent == 1
-    assert plan_of(WindowHeads(1), sink=2, windows={(0, 1): (2, 9)}).heads[1].sink == 2
+    assert plan_of(WindowHeads(1), sink=0, recent=1).heads[1].window == Window(0, 1)
+    assert plan_of(WindowHeads(1), sink=2, windows={(0, 1): Window(2, 9)}).heads[1].window == Window(2, 9)
 
 
 def test_dropped_heads_need_a_verdict(tmp_path) -> None:
-    plan = plan_of(WindowHeads(2), removable={(0, 0): "within one point, run e0"})
+    plan = plan_of(WindowHeads(2), dropped={(0, 0): "within one point, run e0"})
     head = plan.heads[0]
-    assert (head.action, head.head_class, head.sink, head.recent) == ("drop", "removable", None, None)
-    assert head.evidence.removable == "within one point, run e0" and plan.budget.dropped_heads == 1
+    assert (head.head_class, head.window) == ("dropped", DROPPED)
+    assert head.verdict == "within one point, run e0" and plan.budget.dropped_heads == 1
     assert plan.window_heads == [(0, 1), (1, 1)] and "1 keep none" in plan.summary()[0]
     assert load_plan(plan.save(tmp_path / "p.json")) == plan
-    bare = dataclasses.replace(head, evidence=plan.heads[3].evidence)
+    bare = dataclasses.replace(head, verdict=None)
     with pytest.raises(PlanError, match="only a head with a verdict"):
         dataclasses.replace(plan, heads=(bare, *plan.heads[1:]))
 
 
 def test_random_plans_have_the_same_bytes_at_every_length() -> None:
-    plan = plan_of(WindowHeads(3), windows={(0, 1): (4, 60)}, removable={(1, 0): "verdict"})
+    plan = plan_of(WindowHeads(3), windows={(0, 1): Window(4, 60)}, dropped={(1, 0): "verdict"})
     found = set()
     for seed in range(20):
         control = random_plan(plan, seed)
@@ -175,11 +176,9 @@ def test_random_plans_have_the_same_bytes_at_every_length() -> None:
         assert control.method == "random" and control.validation is None
         for tokens in (1, 20, 50, 4096):
             assert planned_bytes(control, tokens) == planned_bytes(plan, tokens)
-        assert Counter((h.action, h.sink, h.recent) for h in control.heads) == Counter(
-            (h.action, h.sink, h.recent) for h in plan.heads
-        )
-        assert [h.action for h in control.heads if h.layer == 2] == ["full", "full"]
-        found.add(tuple(h.action for h in control.heads))
+        assert Counter(h.window for h in control.heads) == Counter(h.window for h in plan.heads)
+        assert [h.window for h in control.heads if h.layer == 2] == [None, None]
+        found.add(tuple(h.window for h in control.heads))
     assert len(found) > 5
 
 

@@ -25,6 +25,7 @@ from headscan.plans import (
 from headscan.plans.pattern_files import TABLE_FILES
 from headscan.plans.plan_records import PatternFormat
 from headscan.store.store import Store
+from headscan.windows import Window
 from tests.numbers.plan_fixtures import RECENT, SINK, everything, masses, site, write_scan
 from tests.sources import SHARED
 
@@ -100,7 +101,7 @@ def test_a_plan_survives_its_consumer_and_its_import(
 
 
 def actions(plan: HeadPlan) -> list[tuple]:
-    return [(head.layer, head.kv_head, head.action, head.sink, head.recent) for head in plan.heads]
+    return [(head.layer, head.kv_head, head.window) for head in plan.heads]
 
 
 def test_sliding_layers_are_ones_and_stay_full_on_import(tmp_path: Path) -> None:
@@ -122,10 +123,10 @@ def test_plans_that_the_formats_cannot_hold_are_refused(tmp_path: Path) -> None:
         assert not (tmp_path / folder / "config.json").exists()
     store, run_id = scan(tmp_path / "c", need, [site(0, 4, 4), site(1, 4, 4)])
     plan = make_plan(store, run_id, window_share=0.5, sink=SINK, recent=RECENT)
-    wider = dataclasses.replace(plan.heads[0], recent=512)
+    wider = dataclasses.replace(plan.heads[0], window=Window(SINK, 512))
     with pytest.raises(PlanError, match=r"4 \+ 16 and 4 \+ 512"):
         write_pattern(dataclasses.replace(plan, heads=(wider, *plan.heads[1:])), tmp_path / "c")
-    dropping = make_plan(store, run_id, window_share=0.5, sink=SINK, recent=RECENT, removable={(0, 0): "verdict"})
+    dropping = make_plan(store, run_id, window_share=0.5, sink=SINK, recent=RECENT, dropped={(0, 0): "verdict"})
     with pytest.raises(PlanError, match="the plan drops 1 KV heads; rlkv has windows only"):
         write_pattern(dropping, tmp_path / "c", "rlkv")
     with pytest.raises(PlanError, match="headkv cannot be written"):
@@ -285,10 +286,10 @@ def test_published_tables_are_read_with_high_for_full(tmp_path: Path) -> None:
         store, run_id = shape(rows, 32, columns, tmp_path / folder.name)
         for share in (0.25, 0.5):
             plan = make_plan(store, run_id, method="imported", pattern=pattern, window_share=share)
-            kept = [pattern.values[h.layer, h.kv_head] for h in plan.heads if h.action == "full"]
-            gone = [pattern.values[h.layer, h.kv_head] for h in plan.heads if h.action == "window"]
+            kept = [pattern.values[h.layer, h.kv_head] for h in plan.heads if h.window is None]
+            gone = [pattern.values[h.layer, h.kv_head] for h in plan.heads if h.window is not None]
             assert min(kept) >= max(gone) and len(gone) == share * rows * columns
-            assert {(h.sink, h.recent) for h in plan.heads if h.action == "window"} == {(128, 256)}
+            assert {h.window for h in plan.heads} - {None} == {Window(128, 256)}
         # Inverted by mistake, the file would state a sparsity that only its inverse has.
         ones = np.argsort(pattern.values, axis=None)[pattern.values.size * 3 // 4 :]
         low = np.ones(pattern.values.size)
@@ -326,4 +327,4 @@ def test_a_published_pattern_without_a_sparsity_is_cut_at_one_half(tmp_path: Pat
     assert plan.window_heads == [(0, 1), (0, 3), (1, 2)]
     scores = imported_scores(plan.model, pattern)
     assert allocate(scores, own_budget(pattern, scores)).window_heads == plan.window_heads
-    assert {(h.sink, h.recent) for h in plan.heads if h.action == "window"} == {(4, 256)}
+    assert {h.window for h in plan.heads} - {None} == {Window(4, 256)}

@@ -57,8 +57,6 @@ def test_a_kv_head_is_kept_if_any_of_its_query_heads_retrieves(tmp_path: Path) -
     scores = retrieval_scores(store, None)
     assert dict(scores.scores) == {(0, 0): 0.5, (0, 1): 0.0, (1, 0): 0.0, (1, 1): 0.25}
     assert scores.order == ((1, 0), (0, 1), (1, 1), (0, 0)), "induction breaks the tie"
-    evidence = scores.evidence[1, 1]
-    assert (evidence.retrieval_score.max, evidence.retrieval_score.mean) == (0.25, 0.1875)
     plan = make_plan(store, None, method="retrieval_score", window_share=0.5)
     assert plan.window_heads == [(0, 1), (1, 0)] and plan.method == "retrieval_score"
     assert plan.calibration.kind == "probe"
@@ -115,10 +113,11 @@ CALIBRATION = DamageCalibration(
 )
 
 
-def measured(text: list, recall: list | None, **more: list) -> KeepScores:
-    arrays = {name: np.array(values) for name, values in more.items()}
-    recalls = None if recall is None else np.array(recall)
-    return damage_scores(MODEL, np.array(text), recalls, calibration=CALIBRATION, **arrays)
+def measured(text: list, recall: list | None, /, **confirmed: list) -> KeepScores:
+    """Return the scores from tables (layers, KV heads)."""
+    more = {name: dict(np.ndenumerate(values)) for name, values in confirmed.items()}
+    recalls = None if recall is None else dict(np.ndenumerate(recall))
+    return damage_scores(MODEL, dict(np.ndenumerate(text)), recalls, calibration=CALIBRATION, confirmed=more)
 
 
 def test_the_score_adds_the_shares_of_the_damage_on_text_and_recall(tmp_path: Path) -> None:
@@ -129,10 +128,10 @@ def test_the_score_adds_the_shares_of_the_damage_on_text_and_recall(tmp_path: Pa
     assert dict(scores.scores) == pytest.approx({(0, 0): 0.75, (0, 1): 0.0, (1, 0): 1.0, (1, 1): 0.25})
     assert scores.order == ((0, 1), (1, 1), (0, 0), (1, 0))
     plan = allocate(scores, WindowHeads(2), sink=4, recent=60)
-    damage = plan.heads[2].evidence.damage
+    damage = plan.heads[2].damage
     assert damage is not None and (damage.text, damage.recall, damage.confirmed_text) == (0.1, 1.5, None)
     assert damage.recent == CALIBRATION.recent
-    assert plan.heads[4].head_class == "protected" and plan.heads[4].evidence.damage is None
+    assert plan.heads[4].head_class == "protected" and plan.heads[4].damage is None
     assert plan.calibration == CALIBRATION and plan.method == "measured"
     assert load_plan(plan.save(tmp_path / "plan.json")) == plan
     with pytest.raises(PlanError, match=r"recent of the window is too narrow: 59 \(limit 60"):
@@ -155,17 +154,17 @@ def test_heads_with_nan_are_protected() -> None:
 
 def test_confirmed_heads_exchange_their_ranks() -> None:
     text = [[0.1, 0.2], [0.3, 0.4], [NAN, NAN]]
-    scores = measured(text, None, confirmed_text=[[NAN, 0.9], [0.5, NAN], [NAN, NAN]])
+    scores = measured(text, None, text=[[NAN, 0.9], [0.5, NAN], [NAN, NAN]])
     assert scores.order == ((0, 0), (1, 0), (0, 1), (1, 1))
     assert scores.scores[1, 0] == pytest.approx(0.5) and scores.scores[0, 1] == pytest.approx(0.75)
-    damage = scores.evidence[1, 0].damage
-    assert damage is not None and (damage.text, damage.confirmed_text) == (0.3, 0.5)
+    damage = scores.damages[1, 0]
+    assert (damage.text, damage.confirmed_text) == (0.3, 0.5)
 
 
 def test_wrong_arrays_are_refused() -> None:
     good = [[0.1, 0.2], [0.3, 0.4], [NAN, NAN]]
     for text, recall, more, message in (
-        ([[0.1, 0.2]], None, {}, r"text has shape \(1, 2\) \(limit \(3, 2\)"),
+        ([[0.1, 0.2, 0.3]], None, {}, "layer 0, KV head 2 is 0.3, but that head has no unbounded"),
         ([[0.1, 0.2], [0.3, 0.4], [0.1, NAN]], None, {}, "layer 2, KV head 0 is 0.1, but that head has no unbounded"),
         ([[0.1, np.inf], [0.3, 0.4], [NAN, NAN]], None, {}, "layer 0, KV head 1 is inf"),
         (good, [[0.1, NAN], [0.3, 0.4], [NAN, NAN]], {}, "layer 0, KV head 1 has a damage on text or on recall"),
@@ -173,8 +172,8 @@ def test_wrong_arrays_are_refused() -> None:
         (
             [[NAN, 0.2], [0.3, 0.4], [NAN, NAN]],
             None,
-            {"confirmed_text": good},
-            "confirmed_text of layer 0, KV head 0 has no estimate",
+            {"text": good},
+            "confirmed text has layer 0, KV head 0, which is no candidate",
         ),
     ):
         with pytest.raises(PlanError, match=message):

@@ -41,7 +41,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> list[HeadPlan]:
     need = np.array([[0.9, 0.0, 0.1, 0.2], [0.3, 0.4, 0.01, 0.0]])
     store, run_id = write_scan(path / "s.duckdb", GRID, masses(need, TOKENS), TOKENS)
     plan = make_plan(
-        store, run_id, window_share=0.5, sink=SINK, recent=RECENT, removable={(0, 0): "verdict"}, validation={"a": [1]}
+        store, run_id, window_share=0.5, sink=SINK, recent=RECENT, dropped={(0, 0): "verdict"}, validation={"a": [1]}
     )
     uniform = make_plan(store, run_id, window_share=0.5, sink=SINK, recent=RECENT)
     write_pattern(uniform, path)
@@ -76,7 +76,7 @@ def test_saved_plans_follow_the_schema_and_survive_their_files(plans: list[HeadP
 @pytest.mark.parametrize(
     "change",
     [
-        {"version": 3},
+        {"version": 4},
         {"format": "other"},
         {"method": "guess"},
         {"calibration": {"kind": "scan"}},
@@ -109,13 +109,18 @@ def test_damaged_files_are_refused(plans: list[HeadPlan], tmp_path: Path, change
 
 
 def test_a_window_of_nothing_in_a_file_is_refused(plans: list[HeadPlan], tmp_path: Path) -> None:
-    for widths, message in (
-        ({"sink": 0, "recent": 0}, "recent is 0 "),
-        ({"sink": 4, "recent": 0}, "recent is 0 "),
-        ({"sink": -1, "recent": 5}, "sink is -1 "),
+    for window, message in (
+        ([0, 0], "only a head with a verdict"),
+        ([4, 0], r"heads\[1\]\.window is a list of 2 \(limit null, or numbers of first and last tokens such as"),
+        ([-1, 5], "window is a list of 2 "),
+        ([4, 2**60], "window is a list of 2 "),
+        ([4, 16.0], "window is a list of 2 "),
+        ([4, True], "window is a list of 2 "),
+        ([4, 16, 16], "window is a list of 3 "),
+        (16, "window is 16 "),
     ):
         data = json.loads(plans[1].to_json())
-        next(head for head in data["heads"] if head["action"] == "window").update(widths)
+        data["heads"][1]["window"] = window
         path = tmp_path / "plan.json"
         path.write_text(json.dumps(data))
         with pytest.raises(PlanError, match=message):
@@ -137,7 +142,7 @@ def test_a_window_of_nothing_in_a_file_is_refused(plans: list[HeadPlan], tmp_pat
         ("model.num_layers", 10**400, r"plan\.model\.num_layers is an integer of 1329 bits"),
         ("heads.1.score", 10**400, r"plan\.heads\[1\]\.score is an integer of 1329 bits"),
         ("heads.1.score", float("nan"), r"plan\.heads\[1\]\.score is nan"),
-        ("heads.1.evidence.entropy.mean", float("inf"), r"plan\.heads\[1\]\.evidence\.entropy\.mean is inf"),
+        ("query_heads.1.entropy", float("inf"), r"plan\.query_heads\[1\]\.entropy is inf"),
         ("heads.1.kv_head", [[]] * 10**5, r"plan\.heads\[1\]\.kv_head is a list"),
         ("version", 10**400, "has version an integer of 1329 bits"),
         ("validation", {"a": {"b": [1, 10**400]}}, r"plan\.validation\['a'\]\['b'\]\[1\] is an integer of 1329 bits"),

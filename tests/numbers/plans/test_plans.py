@@ -13,6 +13,7 @@ import pytest
 from headscan.plans import HeadPlan, PlanError, check_model, load_plan, make_plan
 from headscan.store.output_files import OutputError
 from headscan.store.store import Store
+from headscan.windows import DROPPED, Window
 from tests.numbers.plan_fixtures import RECENT, SINK, everything, masses, site, unrecorded, write_scan
 
 TOKENS = [40, 100, 15, 20]  # the last two have no distant keys
@@ -46,18 +47,16 @@ def test_a_kv_head_is_kept_if_any_of_its_query_heads_needs_it(plan: HeadPlan) ->
     assert plan.window_heads == [(0, 1), (1, 1)]
     scores = [heads[place].score for place in ((0, 0), (0, 1), (1, 0), (1, 1))]
     assert scores == pytest.approx([1, 0.2 / 0.9, 0.4 / 0.9, 0.01 / 0.9], rel=1e-4)
-    assert heads[0, 0].evidence.far_mass.max == pytest.approx(0.9, rel=1e-4)
-    assert heads[0, 0].evidence.far_mass.mean == pytest.approx(0.45, rel=1e-4)
     kept, window = heads[0, 0], heads[0, 1]
-    assert (kept.head_class, kept.action, kept.sink, kept.recent) == ("retrieval", "full", None, None)
-    assert (window.head_class, window.action, window.sink, window.recent) == ("streaming", "window", SINK, RECENT)
+    assert (kept.head_class, kept.window) == ("retrieval", None)
+    assert (window.head_class, window.window) == ("streaming", Window(SINK, RECENT))
     assert len(plan.query_heads) == 12 and plan.query_heads[0].need == pytest.approx(0.9, rel=1e-4)
 
 
 def test_sliding_layers_are_protected_however_little_they_need(scan: tuple[Store, str]) -> None:
     plan = _plan(*scan, window_share=1.0)
     sliding = [h for h in plan.heads if h.layer == 2]
-    assert {(h.head_class, h.action, h.score) for h in sliding} == {("protected", "full", 1.0)}
+    assert {(h.head_class, h.window, h.score, h.keep_score) for h in sliding} == {("protected", None, None, 1.0)}
     assert plan.budget.window_heads == 4 and plan.budget.kv_heads == 8
     assert any("4 KV heads are protected" in note for note in plan.notes)
 
@@ -117,7 +116,7 @@ def test_heads_without_a_part_of_the_cache_are_protected(tmp_path: Path) -> None
     for encoding in ("utf-8-sig", "utf-16"):
         (tmp_path / "marked.json").write_text(path.read_text("utf-8"), encoding=encoding)
         assert load_plan(tmp_path / "marked.json") == plan
-    bent = dataclasses.replace(plan.heads[-1], action="window", head_class="streaming", sink=SINK, recent=RECENT)
+    bent = dataclasses.replace(plan.heads[-1], window=Window(SINK, RECENT))
     with pytest.raises(PlanError, match="layer 3, KV head 1 contradicts itself"):
         dataclasses.replace(plan, heads=(*plan.heads[:-1], bent))
 
@@ -129,7 +128,6 @@ def test_a_cache_is_needed_by_every_layer_that_reads_it(tmp_path: Path) -> None:
     plan = _plan(*write_scan(tmp_path / "s.duckdb", grid, masses(need, TOKENS), TOKENS))
     assert plan.window_heads == [(0, 1), (1, 1)]
     assert [head.score for head in plan.heads[:4]] == pytest.approx([1, 0.1 / 0.9, 0.3 / 0.9, 0.2 / 0.9], rel=1e-4)
-    assert plan.heads[0].evidence.far_mass.max == pytest.approx(0.9, rel=1e-4)
     assert "the cache of layer 0 is also read by layer 2: its scores cover those query heads" in plan.notes
     unknown = masses(need, TOKENS)
     unknown["distant_mass"][:, 2, 0] = np.nan
@@ -164,7 +162,7 @@ def test_a_plan_survives_its_file(scan: tuple[Store, str], tmp_path: Path) -> No
     path = plan.save(tmp_path / "deep" / "head_plan.json")
     assert load_plan(path) == plan
     data = json.loads(path.read_text())
-    assert (data["format"], data["version"]) == ("headscan-head-plan", 4)
+    assert (data["format"], data["version"]) == ("headscan-head-plan", 5)
     assert [p.name for p in path.parent.iterdir()] == ["head_plan.json"]
 
 
@@ -173,7 +171,7 @@ def test_a_plan_survives_its_file(scan: tuple[Store, str], tmp_path: Path) -> No
     [
         ({"format": "other"}, "is not a head plan"),
         ({"version": 1}, r"version 1 .* Make the plan again"),
-        ({"version": 3}, r"version 3 .* Make the plan again"),
+        ({"version": 4}, r"version 4 .* Make the plan again"),
         ({"budget": None}, "plan.budget is None"),
         ({"extra": 1}, "extra"),
         ({"granularity": "query_head"}, "granularity"),
@@ -188,9 +186,10 @@ def test_other_files_are_refused(plan: HeadPlan, tmp_path: Path, change: dict[st
 
 
 def test_a_contradicting_entry_is_refused(plan: HeadPlan) -> None:
-    bent = (dataclasses.replace(plan.heads[0], action="window"), *plan.heads[1:])
-    with pytest.raises(PlanError, match="layer 0, KV head 0 contradicts itself"):
-        dataclasses.replace(plan, heads=bent)
+    for change in ({"window": DROPPED}, {"window": Window(4, 32, 16)}, {"window": Window(4, 16), "score": None}):
+        bent = (dataclasses.replace(plan.heads[0], **change), *plan.heads[1:])
+        with pytest.raises(PlanError, match="layer 0, KV head 0 contradicts itself"):
+            dataclasses.replace(plan, heads=bent)
 
 
 def test_missing_and_unreadable_files_are_named(tmp_path: Path) -> None:

@@ -158,10 +158,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> HeadPlan:
 
 
 def with_damages(plan: HeadPlan, damages: dict[tuple[int, int], HeadDamage]) -> HeadPlan:
-    heads = (
-        replace(head, evidence=replace(head.evidence, damage=damages.get((head.layer, head.kv_head))))
-        for head in plan.heads
-    )
+    heads = (replace(head, damage=damages.get((head.layer, head.kv_head))) for head in plan.heads)
     return replace(plan, heads=tuple(heads))
 
 

@@ -1,4 +1,7 @@
-"""Keys that the KV cache keeps of each KV head: all, a window, or none.
+"""Windows: which keys the KV cache keeps of a KV head, and the windows of a model.
+
+One `Window` is what a plan file, a KV cache, an arm of an evaluation and an export hold of a KV head; None instead of a
+window keeps all keys.
 
 Shapes: K KV heads.
 """
@@ -8,42 +11,31 @@ from __future__ import annotations
 import reprlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field, replace
 from itertools import pairwise
 from numbers import Integral
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from headscan.catalog import is_chunk, whole_blocks
 from headscan.errors import PlanMismatchError
-from headscan.grid import HeadGrid
 
+if TYPE_CHECKING:
+    from headscan.grid import HeadGrid
 
-class PlannedKvHead(Protocol):
-    """One entry of a plan, such as ``headscan.plans.PlannedHead``."""
-
-    @property
-    def layer(self) -> int: ...
-    @property
-    def kv_head(self) -> int: ...
-    @property
-    def action(self) -> str: ...
-    @property
-    def sink(self) -> int | None: ...
-    @property
-    def recent(self) -> int | None: ...
-
-
-class KvHeadPlan(Protocol):
-    """A plan with an entry for every KV head, such as ``headscan.plans.HeadPlan``. It may have ``block`` and
-    ``chunk``, the sizes of a serving engine as in `Window`; None means 1.
-    """
-
-    @property
-    def heads(self) -> Iterable[PlannedKvHead]: ...
-
+#: (layer, KV head).
+KvHead = tuple[int, int]
 
 #: Widest window; positions on a device are 64-bit integers.
 _MOST_TOKENS = 1 << 53
+
+
+def whole_blocks(tokens: int, block: int | None) -> int:
+    """Return tokens rounded up to whole blocks; None counts tokens."""
+    return tokens if block is None else -(-tokens // block) * block
+
+
+def is_chunk(chunk: int | None, block: int | None) -> bool:
+    """Return True if windows can have chunks of so many tokens: 1, or whole blocks."""
+    return chunk is None or chunk == 1 or chunk % (block or 1) == 0
 
 
 @dataclass(frozen=True, order=True)
@@ -111,6 +103,20 @@ class Window:
         """Tokens of the longest text in which every query sees all keys."""
         return whole_blocks(self.first + self.block + self.recent - 1, self.chunk) if self.recent else 0
 
+    def kept(self, tokens: int) -> int:
+        """Return the tokens in the cache after ``tokens`` tokens: the blocks of the first tokens, and those that the
+        last token sees.
+        """
+        if not self.recent:
+            return 0
+        start = max(0, ((tokens - 1) // self.chunk * self.chunk - self.recent + 1) // self.block * self.block)
+        end = whole_blocks(tokens, self.block)
+        return min(end, self.first + end - start)
+
+    def sized(self, block: int | None, chunk: int | None) -> Window:
+        """Return the window in the blocks and chunks of an engine; None is 1. `DROPPED` stays as it is."""
+        return replace(self, block=block or 1, chunk=chunk or 1) if self.recent else self
+
     @property
     def key(self) -> tuple[int, ...]:
         """The window as stored numbers name it; blocks and chunks of one token are left out."""
@@ -120,19 +126,25 @@ class Window:
 DROPPED = Window(0, 0)
 
 
-@dataclass(frozen=True)
-class HeadGroup:
-    """KV heads of one layer that keep the same keys; ``window`` is None if they keep all."""
-
-    kv_heads: tuple[int, ...]
-    window: Window | None
+#: KV heads of one layer that keep the same keys, and their window; None if they keep all.
+HeadGroup = tuple[tuple[int, ...], Window | None]
 
 
 @dataclass(frozen=True)
 class KeptKeys:
-    """The windows (layer, KV head, window), sorted, of a model's KV heads; those without an entry keep all keys."""
+    """The windows (layer, KV head, window), sorted, of a model's KV heads; those without an entry keep all keys.
+
+    Attributes:
+        kv_heads: Number of KV heads by layer, which `PlanCache` needs; 0 for a layer whose cache the plan does not
+            describe, and None if they are unknown.
+        block: Tokens of a block of the serving engine, by which heads that keep all keys count their bytes.
+        sliding: Keys that a query sees in layers that the model itself bounds, by layer.
+    """
 
     windows: tuple[tuple[int, int, Window], ...]
+    kv_heads: Mapping[int, int] | None = field(default=None, compare=False)
+    block: int = field(default=1, compare=False)
+    sliding: Mapping[int, int] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         for entry in self.windows if isinstance(self.windows, tuple) else (self.windows,):
@@ -143,7 +155,7 @@ class KeptKeys:
                 )
 
     @classmethod
-    def of(cls, windows: Iterable[tuple[int, int, Window]]) -> KeptKeys:
+    def of(cls, windows: Iterable[tuple[int, int, Window]], kv_heads: Mapping[int, int] | None = None) -> KeptKeys:
         """Return the windows sorted; raise PlanMismatchError if a KV head has two."""
         ordered = tuple(sorted(windows))
         for (*head, _), (*following, _) in pairwise(ordered):
@@ -151,29 +163,7 @@ class KeptKeys:
                 raise PlanMismatchError(
                     f"windows of (layer, KV head) {tuple(head)}: 2 (limit 1). Give each KV head one"
                 )
-        return cls(ordered)
-
-    @classmethod
-    def of_plan(cls, plan: KvHeadPlan) -> KeptKeys:
-        """Return the windows of a plan; raise PlanMismatchError if it is none, an action is unknown or a width is
-        missing.
-        """
-        check_is_plan(plan)
-        block, chunk = (1 if size is None else size for size in engine_sizes(plan))
-        kept = []
-        for head in plan.heads:
-            if head.action == "full":
-                continue
-            if head.action == "drop":
-                kept.append((head.layer, head.kv_head, DROPPED))
-            elif head.action == "window" and head.sink is not None and head.recent:
-                kept.append((head.layer, head.kv_head, Window(head.sink, head.recent, block, chunk)))
-            else:
-                raise PlanMismatchError(
-                    f"plan entry of layer {head.layer}, KV head {head.kv_head}: {head.action}, sink {head.sink}, recent"
-                    f" {head.recent}. Make the plan again"
-                )
-        return cls.of(kept)
+        return cls(ordered, kv_heads)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -197,7 +187,7 @@ class KeptKeys:
         for kv_head in range(num_key_value_heads):
             groups[of_head.get(kv_head)].append(kv_head)
         ordered = sorted(groups, key=lambda window: (window is not None, window or DROPPED))
-        return tuple(HeadGroup(tuple(groups[window]), window) for window in ordered)
+        return tuple((tuple(groups[window]), window) for window in ordered)
 
     def check(self, grid: HeadGrid) -> None:
         """Raise if a model's KV heads cannot have these windows, except for latent caches (MLA), which `kv_damage`
@@ -221,38 +211,30 @@ class KeptKeys:
 
     def within(self, first: int, last: int) -> KeptKeys:
         """Return the windows of the layers ``first`` to ``last - 1``."""
-        return KeptKeys(tuple(each for each in self.windows if first <= each[0] < last))
+        return replace(self, windows=tuple(each for each in self.windows if first <= each[0] < last))
 
 
-def engine_sizes(plan: object) -> tuple[int | None, int | None]:
-    """Return tokens of a block and of a chunk of the engine that serves a plan; None if the plan states none."""
-    return getattr(plan, "block", None), getattr(plan, "chunk", None)
-
-
-#: Fields of a plan's entries that caches read.
-_ENTRY = ("layer", "kv_head", "action", "sink", "recent")
-
-
-def check_is_plan(plan: object) -> None:
-    """Raise PlanMismatchError if an object has no entries of KV heads, such as the path of a plan or the dict of its
-    file.
+def kept_keys(plan: object) -> KeptKeys:
+    """Return the windows of a plan: a `KeptKeys`, or an object that has one as ``kept``, such as a `HeadPlan`. Raise
+    PlanMismatchError for others, such as the path of a plan or the dict of its file, and if the numbers of KV heads are
+    unknown.
     """
-    heads = getattr(plan, "heads", None)
-    if not isinstance(heads, Iterable) or isinstance(heads, str | bytes) or isinstance(plan, Mapping):
+    kept = plan if isinstance(plan, KeptKeys) else getattr(plan, "kept", None)
+    if not isinstance(kept, KeptKeys):
         raise PlanMismatchError(
             f"`plan={reprlib.repr(plan)}` is a {type(plan).__name__}, no plan. Read its file with"
             " headscan.load_plan(path)"
         )
-    for at, head in enumerate(heads):
-        missing = [name for name in _ENTRY if not hasattr(head, name)]
-        if missing:
+    counts = kept.kv_heads or {}
+    for layer, count in counts.items():
+        if not isinstance(count, int) or count < 0:
             raise PlanMismatchError(
-                f"entry {at} of the plan is a {type(head).__name__} without {', '.join(missing)}. Pass entries such as"
-                " those of headscan.load_plan(path)"
+                f"`kv_heads` of layer {layer} is {count!r} (limit a whole number from 0 on). Change `kv_heads`"
             )
-
-
-def checked_window(sink: int, recent: int, block: int = 1) -> Window:
-    if recent < 1 or sink < 0:
-        raise PlanMismatchError(f"window of `sink={sink}`, `recent={recent}` (limit sink 0, recent 1). Widen it")
-    return Window(sink, recent, block)
+    unknown = [layer for layer in kept.layers if not counts.get(layer)]
+    if unknown or not counts:
+        raise PlanMismatchError(
+            f"the number of KV heads of layer {(unknown or [0])[0]} is unknown. Pass a plan, or give KeptKeys.of"
+            " `kv_heads`"
+        )
+    return kept
