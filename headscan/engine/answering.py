@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -11,17 +11,16 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from headscan.cluster.pool import Finished, Pool, Task
+from headscan.cluster.pool import Finished, Pool
+from headscan.engine.answer import AnsweringSettings, AnswerItem, answer_item
 from headscan.engine.arms import Arm
-from headscan.engine.bundles import BUNDLE_SIZE, bundle_arms
-from headscan.engine.reading import PromptReading
-from headscan.engine.staged_likelihood import answer_in_ranges
+from headscan.engine.bundles import BUNDLE_SIZE, bundle_passes, latest_start
 from headscan.errors import FinishedArmError, StoreError
 from headscan.runs.progress import Progress
 from headscan.store.store import Store
 from headscan.store.tables import TABLES
 from headscan.texts.prefix_tree import common_tokens
-from headscan.texts.token_requests import GenerationRequest, LogLikelihood, Request, Responses, ScoringItem, answer_item
+from headscan.texts.token_requests import GenerationRequest, LogLikelihood, Request, Responses
 
 #: Approximate number of chunks per arm; fewer if chunks would be smaller than a batch.
 _CHUNKS_PER_ARM = 64
@@ -91,17 +90,6 @@ _SECONDS_BETWEEN_WRITES = 5.0
 _RESPONSES = TABLES["responses"].schema(without=("arm_id",))
 
 
-@dataclass(frozen=True)
-class AnsweringSettings:
-    """Settings that all arms of a model share, such as 8,192 ``batch_tokens``. Up to ``bundle_size`` masks at a time,
-    such as 8, share what runs before their first head; `PromptReading.starts` says where their passes can start.
-    """
-
-    batch_tokens: int
-    reading: PromptReading
-    bundle_size: int = BUNDLE_SIZE
-
-
 class BegunArm(NamedTuple):
     """An arm with its id in the store."""
 
@@ -138,8 +126,9 @@ def answer_arms(
     settings: AnsweringSettings,
     *,
     title: str,
+    say: Callable[[str], None],
 ) -> Iterator[ArmResponses]:
-    """Answer all chunks with all arms; yield each finished arm.
+    """Answer all chunks with all arms; yield each finished arm. ``say`` receives the notes of the responses.
 
     Stored answers are not computed again. A chunk is answered completely or not at all, so that a resumed run has the
     same batches, and the same digits, as an undisturbed one.
@@ -158,9 +147,12 @@ def answer_arms(
                 arm_responses.forget()
         try:
             schedule = _Schedule(responses_of_arms, chunks, settings)
-            task: Task[Any, Any] = answer_in_ranges if pool.staged else answer_item
-            for finished in pool.map(task, schedule.pool_items()):
+            notes = {""}
+            for finished in pool.map(answer_item, schedule.pool_items()):
                 item_arms, chunk = schedule.take_finished(finished)
+                for note in {each.note for each in finished.value} - notes:
+                    say(note)
+                    notes.add(note)
                 # At once for all arms, or the rate would be that of one arm.
                 progress.update(len(chunk.hashes) * len(item_arms))
                 for arm_responses, chunk_responses in zip(item_arms, finished.value, strict=True):
@@ -193,11 +185,13 @@ class _Schedule:
         self._in_flight: dict[str, tuple[list[ArmResponses], RequestChunk]] = {}
         self._bundle_seconds = self._bundle_tokens = 0.0
 
-    def pool_items(self) -> Iterator[ScoringItem[Any]]:
-        """Yield the items: each chunk for each bundle of arms, or for a part of it, that lacks its answers."""
-        reading = self._settings.reading
-        interventions = [arm_responses.arm.intervention for arm_responses in self._responses_of_arms]
-        for arm_indices in bundle_arms(interventions, reading.starts, self._settings.bundle_size):
+    def pool_items(self) -> Iterator[AnswerItem]:
+        """Yield the items: each chunk for each bundle of arms, or for a part of it, that lacks its answers. Arms are
+        bundled if their passes could share layers; the replica decides whether they do.
+        """
+        changes = [arm_responses.arm.intervention for arm_responses in self._responses_of_arms]
+        starts = [None if change is None else latest_start(change) for change in changes]
+        for arm_indices in bundle_passes(starts, self._settings.bundle_size):
             bundled = [self._responses_of_arms[index] for index in arm_indices]
             for chunk in self._chunks:
                 unanswered = [
@@ -206,16 +200,16 @@ class _Schedule:
                 while unanswered:
                     most_arms = self._most_arms(chunk)
                     item_arms, unanswered = unanswered[:most_arms], unanswered[most_arms:]
-                    item = reading.item(
+                    item = AnswerItem(
                         f"{_arm_names(item_arms)}, requests {chunk.index}",
                         chunk.requests,
-                        [arm_responses.arm.intervention for arm_responses in item_arms],
-                        self._settings.batch_tokens,
+                        tuple(arm_responses.arm.intervention for arm_responses in item_arms),
+                        self._settings,
                     )
                     self._in_flight[item.name] = item_arms, chunk
                     yield item
 
-    def take_finished(self, finished: Finished[ScoringItem[Any], Any]) -> tuple[list[ArmResponses], RequestChunk]:
+    def take_finished(self, finished: Finished[AnswerItem, Any]) -> tuple[list[ArmResponses], RequestChunk]:
         """Return the arms and the requests of a finished item, whose time counts for the next bundles."""
         item_arms, chunk = self._in_flight.pop(finished.item.name)
         if len(item_arms) > 1:

@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from headscan.engine.reading import PromptReading, choose_reading
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -30,7 +31,6 @@ from headscan.ablation.masks import HeadMask
 from headscan.ablation.rules import HeadRule
 from headscan.checkpoints.sources import load_tokenizer
 from headscan.demo import MODEL_FOLDER
-from headscan.engine.reading import PromptReading, choose_reading
 from headscan.settings.evaluation_settings import TaskConfig
 from headscan.texts.token_requests import Request
 from tests.benchmarks.measuring import Table, device_of, parser_of, show
