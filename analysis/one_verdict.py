@@ -30,7 +30,7 @@ threshold = float(scores.quantile(0.1))
 rule = headscan.HeadRule("output_norm_ln", threshold)
 
 # 3. The questions, on other modules: which of four passages continues a text? (In the pipeline: tasks of lm-eval, whose
-# requests `SharedRowItem` in headscan/engine/shared_row_likelihood.py answers.)
+# requests `shared_row_likelihoods` in headscan/engine/shared_row_likelihood.py answers.)
 questions = [question for path in files[3:18] for question in make_questions([path], 2)]
 tokenizer = lm.require_tokenizer()
 start = tokenizer("")["input_ids"]  # the token that begins every text

@@ -273,6 +273,12 @@ class Intervention(ABC):
         """The lowest layer that changes; None if there is none, or if it depends on the input."""
         return min((head.layer for head in self.fixed_heads or ()), default=None)
 
+    def first_difference(self, other: Intervention | None) -> int | None:
+        """Return the lowest layer in which a pass differs from one under ``other``, which must not be equal (None is
+        the whole model); None if it depends on the input.
+        """
+        return self.first_layer if other is None else 0
+
     @property
     def uses_headscan_kernels(self) -> bool:
         """True if headscan's kernels, which round differently from the model's own, compute the attention of this

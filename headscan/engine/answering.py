@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,17 +11,16 @@ from typing import Any
 
 import pyarrow as pa
 
-from headscan.cluster.pool import Finished, Pool, Task
+from headscan.cluster.pool import Finished, Pool
+from headscan.engine.answer import AnsweringSettings, AnswerItem, answer_item
 from headscan.engine.arms import Arm
-from headscan.engine.bundles import BUNDLE_SIZE, bundle_arms
-from headscan.engine.reading import PromptReading
-from headscan.engine.staged_likelihood import answer_in_ranges
+from headscan.engine.bundles import BUNDLE_SIZE, bundle_passes, latest_start
 from headscan.errors import FinishedArmError, StoreError
 from headscan.runs.progress import Progress
 from headscan.store.store import Store
 from headscan.store.tables import TABLES
 from headscan.texts.prefix_tree import common_tokens
-from headscan.texts.token_requests import GenerationRequest, LogLikelihood, Request, ScoringItem, answer_item
+from headscan.texts.token_requests import GenerationRequest, LogLikelihood, Request
 
 #: Approximate number of chunks per arm; fewer if chunks would be smaller than a batch.
 _CHUNKS_PER_ARM = 64
@@ -91,17 +90,6 @@ _SECONDS_BETWEEN_WRITES = 5.0
 _RESPONSES = TABLES["responses"].schema(without=("arm_id",))
 
 
-@dataclass(frozen=True)
-class AnsweringSettings:
-    """Settings that all arms of a model share, such as 8,192 ``batch_tokens``. Up to ``bundle_size`` masks at a time,
-    such as 8, share what runs before their first head; `PromptReading.starts` says where their passes can start.
-    """
-
-    batch_tokens: int
-    reading: PromptReading
-    bundle_size: int = BUNDLE_SIZE
-
-
 #: Responses of an arm by the hash of the request, each with the share of heads that it ablated, 0 to 1.
 ArmResponses = dict[str, tuple[LogLikelihood | str, float]]
 
@@ -114,9 +102,10 @@ def answer_arms(
     settings: AnsweringSettings,
     *,
     title: str,
+    say: Callable[[str], None],
 ) -> Iterator[tuple[str, ArmResponses]]:
     """Answer all chunks with all arms, which are given by their ids in the store; yield the id and the responses of
-    each finished arm.
+    each finished arm. ``say`` receives the notes of the responses.
 
     Stored answers are not computed again. A chunk is answered completely or not at all, so that a resumed run has the
     same batches, and the same digits, as an undisturbed one.
@@ -133,9 +122,12 @@ def answer_arms(
                 responses[arm_id].clear()  # a sweep has hundreds of arms
         try:
             schedule = _Schedule(unanswered, responses, chunks, settings)
-            task: Task[Any, Any] = answer_in_ranges if pool.staged else answer_item
-            for finished in pool.map(task, schedule.pool_items()):
+            notes = {""}
+            for finished in pool.map(answer_item, schedule.pool_items()):
                 arm_ids, chunk = schedule.take_finished(finished)
+                for note in {each.note for each in finished.value} - notes:
+                    say(note)
+                    notes.add(note)
                 # At once for all arms, or the rate would be that of one arm.
                 progress.update(len(chunk.hashes) * len(arm_ids))
                 for arm_id, answers in zip(arm_ids, finished.value, strict=True):
@@ -173,22 +165,24 @@ class _Schedule:
         self._in_flight: dict[str, tuple[list[str], RequestChunk]] = {}
         self._bundle_seconds = self._bundle_tokens = 0.0
 
-    def pool_items(self) -> Iterator[ScoringItem[Any]]:
-        """Yield the items: each chunk for each bundle of arms, or for a part of it, that lacks its answers."""
-        reading = self._settings.reading
-        arm_ids, interventions = list(self._arms), [arm.intervention for arm in self._arms.values()]
-        for bundle in bundle_arms(interventions, reading.starts, self._settings.bundle_size):
+    def pool_items(self) -> Iterator[AnswerItem]:
+        """Yield the items: each chunk for each bundle of arms, or for a part of it, that lacks its answers. Arms are
+        bundled if their passes could share layers; the replica decides whether they do.
+        """
+        arm_ids, changes = list(self._arms), [arm.intervention for arm in self._arms.values()]
+        starts = [None if change is None else latest_start(change) for change in changes]
+        for bundle in bundle_passes(starts, self._settings.bundle_size):
             for chunk in self._chunks:
                 unanswered = [arm_ids[index] for index in bundle if not self._has_answered(arm_ids[index], chunk)]
                 while unanswered:
                     most_arms = self._most_arms(chunk)
                     item_ids, unanswered = unanswered[:most_arms], unanswered[most_arms:]
                     item_arms = [self._arms[arm_id] for arm_id in item_ids]
-                    item = reading.item(
+                    item = AnswerItem(
                         f"{_arm_names(item_arms)}, requests {chunk.index}",
                         chunk.requests,
-                        [arm.intervention for arm in item_arms],
-                        self._settings.batch_tokens,
+                        tuple(arm.intervention for arm in item_arms),
+                        self._settings,
                     )
                     self._in_flight[item.name] = item_ids, chunk
                     yield item
@@ -196,7 +190,7 @@ class _Schedule:
     def _has_answered(self, arm_id: str, chunk: RequestChunk) -> bool:
         return all(key in self._responses[arm_id] for key in chunk.hashes)
 
-    def take_finished(self, finished: Finished[ScoringItem[Any], Any]) -> tuple[list[str], RequestChunk]:
+    def take_finished(self, finished: Finished[AnswerItem, Any]) -> tuple[list[str], RequestChunk]:
         """Return the ids of the arms and the requests of a finished item, whose time counts for the next bundles."""
         arm_ids, chunk = self._in_flight.pop(finished.item.name)
         if len(arm_ids) > 1:

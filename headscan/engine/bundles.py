@@ -34,7 +34,7 @@ from headscan.layers.blocks import cannot_resume, find_blocks, resuming_at
 from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel
 from headscan.sizing.model_sizes import LayerCache
-from headscan.texts.token_requests import LogLikelihood, Request, Responses, ScoringItem
+from headscan.texts.token_requests import LogLikelihood, Request, Responses
 
 #: Most arms of one bundle, however long their prefixes are, and however slow the model is.
 BUNDLE_SIZE = 8
@@ -60,61 +60,73 @@ class Start(NamedTuple):
 FROM_TOKENS = Start(0, False)
 
 
-@dataclass(frozen=True)
-class BundleItem(ScoringItem[Request]):
-    """Requests for one replica under several masks (None is the whole model), and where the pass of each mask starts.
+def bundled_likelihoods(
+    lm: LoadedModel,
+    requests: Sequence[Request],
+    changes: Sequence[Intervention | None],
+    starts: Sequence[Start],
+    batch_tokens: int,
+    share_prefixes: bool,
+    base: Intervention | None = None,
+) -> list[Responses[LogLikelihood]]:
+    """Answer requests under each of several changes (None is the whole model), whose passes have their own ``starts``.
     All go on from the pass of ``base``, here called the baseline; None is the whole model.
     """
-
-    interventions: tuple[Intervention | None, ...]
-    starts: tuple[Start, ...]
-    batch_tokens: int
-    share_prefixes: bool
-    base: Intervention | None = None
-
-    def run(self, lm: LoadedModel) -> list[Responses[LogLikelihood]]:
-        """Answer requests under each of the masks."""
-        bundled = _Bundle(lm, self)
-        inputs = distinct_inputs(self.requests)
-        with torch.no_grad():
-            scored = answer_in_batches(
-                lm, inputs, self.batch_tokens, self.share_prefixes, bundled.read_prefixes, bundled.answer
-            )
-            results_of_arms = dict(scored)
-        return [
-            by_request(inputs, {index: results[arm] for index, results in results_of_arms.items()})
-            for arm in range(len(self.interventions))
-        ]
+    bundled = _Bundle(lm, changes, starts, base)
+    inputs = distinct_inputs(requests)
+    share = share_prefixes and all(change is None or change.may_share_prefix for change in changes)
+    with torch.no_grad():
+        scored = answer_in_batches(lm, inputs, batch_tokens, share, bundled.read_prefixes, bundled.answer)
+        results_of_arms = dict(scored)
+    return [
+        by_request(inputs, {index: results[arm] for index, results in results_of_arms.items()})
+        for arm in range(len(changes))
+    ]
 
 
-def possible_starts(lm: LoadedModel, interventions: Sequence[Intervention | None]) -> frozenset[Start]:
-    """Pool task: return where passes with these ablations can start; empty for models without separable blocks."""
-    changing_outputs = (each for each in interventions if each is not None and not each.uses_headscan_kernels)
-    first_layers = {each.first_layer for each in changing_outputs if each.first_layer is not None}
+def possible_starts(lm: LoadedModel, changes: Sequence[Intervention | None]) -> frozenset[Start]:
+    """Return where passes under these changes can start; empty for models without separable blocks. Short passes show
+    it, once for each place of a model.
+    """
     try:
         blocks = find_blocks(lm)
-        refused = cannot_resume(blocks)
-        refused_behind_attention = cannot_resume(blocks, first_layers, behind_attention=True)
     except UnsupportedModelError:
         return frozenset()
-    starts = {Start(layer, False) for layer in range(1, len(blocks.all)) if layer not in refused}
-    return frozenset(starts | {Start(layer, True) for layer in first_layers if layer not in refused_behind_attention})
+    behind = {
+        change.first_layer
+        for change in changes
+        if change is not None and change.first_layer is not None and not change.uses_headscan_kernels
+    }
+    places = {Start(layer, False) for layer in range(1, len(blocks.all))} | {Start(layer, True) for layer in behind}
+    for behind_attention in (False, True):
+        layers = {start.layer for start in places if start.behind_attention == behind_attention}
+        new = {layer for layer in layers if _check_of(lm, Start(layer, behind_attention)) not in lm.checks}
+        if new:
+            try:
+                refused = cannot_resume(blocks, new, behind_attention=behind_attention)
+            except UnsupportedModelError as problem:
+                refused = dict.fromkeys(new, str(problem))
+            lm.checks.update((_check_of(lm, Start(layer, behind_attention)), layer not in refused) for layer in new)
+    return frozenset(start for start in places if lm.checks[_check_of(lm, start)])
 
 
-def start_of(intervention: Intervention | None, possible: frozenset[Start]) -> Start:
-    """Return the last place at which an arm's pass can start: for a mask with heads of layers 5 and 7, behind the
-    attention of layer 5 if the model's pass can start there.
+def _check_of(lm: LoadedModel, start: Start) -> tuple[str, str]:
+    return f"a pass starts at layer {start.layer}{', behind its attention' * start.behind_attention}", lm.dtype
+
+
+def latest_start(change: Intervention | None, base: Intervention | None = None) -> Start:
+    """Return the last place at which the pass under a change may leave that of ``base``, by the change alone: for a
+    mask with heads of layers 5 and 7, behind the attention of layer 5. Everything below is as under ``base``.
     """
-    first = None if intervention is None else intervention.first_layer
-    if intervention is None or first is None:
-        return FROM_TOKENS
-    # Everything below is as in the baseline.
-    return last_start(Start(first, not intervention.uses_headscan_kernels), possible)
+    one, other = (base, change) if change is None else (change, base)
+    first = None if one is None else one.first_difference(other)
+    return FROM_TOKENS if one is None or first is None else Start(first, not one.uses_headscan_kernels)
 
 
-def last_start(limit: Start, possible: frozenset[Start]) -> Start:
-    """Return the last possible place up to ``limit``."""
-    return max((start for start in possible if start <= limit), default=FROM_TOKENS)
+def start_of(change: Intervention | None, possible: frozenset[Start], base: Intervention | None = None) -> Start:
+    """Return the last place at which the pass under a change can start, of those ``possible`` for the model."""
+    latest = latest_start(change, base)
+    return max((start for start in possible if start <= latest), default=FROM_TOKENS)
 
 
 def bundle_size(caches: Mapping[str, Sequence[LayerCache]] | None, longest: int) -> int:
@@ -127,18 +139,10 @@ def bundle_size(caches: Mapping[str, Sequence[LayerCache]] | None, longest: int)
     return max(BUNDLE_SIZE, min(_LARGEST_BUNDLE, _PREFIX_BYTES // max(1, prefix_bytes)))
 
 
-def bundle_arms(
-    interventions: Sequence[Intervention | None], possible: frozenset[Start], size: int = BUNDLE_SIZE
-) -> list[list[int]]:
-    """Group arms (indices), given by their interventions, that are answered together, at most ``size``; arms that save
-    no layers stay alone.
-    """
-    starts = [None if intervention is None else start_of(intervention, possible) for intervention in interventions]
-    return bundle_passes(starts, size)
-
-
 def bundle_passes(starts: Sequence[Start | None], size: int = BUNDLE_SIZE) -> list[list[int]]:
-    """Group passes (indices) by where they start; None is the baseline, from which the others go on."""
+    """Group passes (indices), at most ``size``, by where they start; None is the baseline, from which the others go on.
+    Passes that save no layers together stay alone.
+    """
     groups: list[list[int]] = []
     last_group: list[int] | None = None
     for index, start in enumerate(starts):
@@ -191,11 +195,17 @@ class _BaselinePass:
 class _Bundle:
     """One pass of the baseline, and a shorter one per mask."""
 
-    def __init__(self, lm: LoadedModel, item: BundleItem) -> None:
-        self._lm, self._item = lm, item
+    def __init__(
+        self,
+        lm: LoadedModel,
+        changes: Sequence[Intervention | None],
+        starts: Sequence[Start],
+        base: Intervention | None,
+    ) -> None:
+        self._lm, self._base = lm, base
         self._blocks = find_blocks(lm)
-        self._arms = list(zip(item.interventions, item.starts, strict=True))
-        self._starts = {start for mask, start in self._arms if mask != item.base}
+        self._arms = list(zip(changes, starts, strict=True))
+        self._starts = {start for mask, start in self._arms if mask != base}
 
     def read_prefixes(self, tokens: Sequence[Sequence[int]], parents: _Prefixes | None) -> _Prefixes:
         """Read the tokens (R, N) after one parent under the baseline and each mask."""
@@ -210,7 +220,7 @@ class _Bundle:
         prefixes: list[Prefix] = []
         for arm, (mask, start) in enumerate(self._arms):
             # A head changes the keys of higher layers only.
-            if mask == self._item.base or start == Start(last, True):
+            if mask == self._base or start == Start(last, True):
                 prefixes.append(baseline)
                 continue
             with self._ablated(mask, start, kept):
@@ -227,7 +237,7 @@ class _Bundle:
             baseline = answer_inputs(self._lm, inputs, after_baseline, baseline_pass.record)
         results_of_arms: list[list[InputResult]] = []
         for arm, (mask, start) in enumerate(self._arms):
-            if mask == self._item.base:
+            if mask == self._base:
                 assert baseline is not None
                 results_of_arms.append(baseline)
                 continue
@@ -252,10 +262,10 @@ class _Bundle:
         the heads of the last layer that a mask needs, and the KV cache is kept.
         """
         with ExitStack() as contexts:
-            base = self._item.base
+            base = self._base
             record = None if base is None else contexts.enter_context(headscan.intervene(self._lm, base))
             baseline_pass = _BaselinePass(record)
-            if base in self._item.interventions:
+            if any(mask == base for mask, _ in self._arms):
                 yield baseline_pass
                 return
             last = max(self._starts).layer

@@ -8,8 +8,7 @@ key. A text that is scored from its first token on has no context; its tokens se
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -19,37 +18,33 @@ from headscan.engine.likelihood import DistinctInput, InputResult, by_request, d
 from headscan.models.forward_inputs import run_forward
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import batches, pad, pass_tokens, run_halving
-from headscan.texts.token_requests import ArmItem, LogLikelihood, Request, Responses
+from headscan.texts.token_requests import LogLikelihood, Request, Responses
 
 
-@dataclass(frozen=True)
-class EvictionItem(ArmItem[Request]):
-    """Requests for one replica under an ablation that evicts keys."""
+def evicted_likelihoods(
+    lm: LoadedModel, requests: Sequence[Request], eviction: Intervention, batch_tokens: int
+) -> Responses[LogLikelihood]:
+    """Answer requests from caches that evict keys after the context."""
+    # Keys are evicted at the end of each request's own context.
+    inputs = distinct_inputs(requests, same_context=True)
+    lengths = [len(one_input.ids) for one_input in inputs]
+    # Contexts of one batch have the same length, so that none is padded and all evict at the same token.
+    groups: dict[tuple[int, Hashable], list[int]] = defaultdict(list)
+    for index, one_input in enumerate(inputs):
+        groups[one_input.first_scored, lm.rope_lengths.group(len(one_input.ids))].append(index)
+    results: dict[int, InputResult] = {}
 
-    intervention: Intervention
+    def score(indices: list[int]) -> list[InputResult]:
+        return _score(lm, eviction, [inputs[index] for index in indices])
 
-    def run(self, lm: LoadedModel) -> list[Responses[LogLikelihood]]:
-        """Answer requests from caches that evict keys after the context."""
-        # Keys are evicted at the end of each request's own context.
-        inputs = distinct_inputs(self.requests, same_context=True)
-        lengths = [len(one_input.ids) for one_input in inputs]
-        # Contexts of one batch have the same length, so that none is padded and all evict at the same token.
-        groups: dict[tuple[int, Hashable], list[int]] = defaultdict(list)
-        for index, one_input in enumerate(inputs):
-            groups[one_input.first_scored, lm.rope_lengths.group(len(one_input.ids))].append(index)
-        results: dict[int, InputResult] = {}
-
-        def score(indices: list[int]) -> list[InputResult]:
-            return _score(lm, self.intervention, [inputs[index] for index in indices])
-
-        most_tokens = pass_tokens(lm.device.type, self.batch_tokens)
-        with torch.no_grad(), headscan.intervene(lm, self.intervention):
-            for group in groups.values():
-                for batch in batches([lengths[index] for index in group], most_tokens):
-                    indices = [group[i] for i in batch]
-                    for scored, batch_results in run_halving(indices, score, lengths, lm.limits["evictions"]):
-                        results.update(zip(scored, batch_results, strict=True))
-        return [by_request(inputs, results)]
+    most_tokens = pass_tokens(lm.device.type, batch_tokens)
+    with torch.no_grad(), headscan.intervene(lm, eviction):
+        for group in groups.values():
+            for batch in batches([lengths[index] for index in group], most_tokens):
+                indices = [group[i] for i in batch]
+                for scored, batch_results in run_halving(indices, score, lengths, lm.limits["evictions"]):
+                    results.update(zip(scored, batch_results, strict=True))
+    return by_request(inputs, results)
 
 
 def _score(lm: LoadedModel, intervention: Intervention, inputs: list[DistinctInput]) -> list[InputResult]:

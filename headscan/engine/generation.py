@@ -8,9 +8,8 @@ Shapes: B prompts, N tokens (padded on the left).
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,44 +22,44 @@ from headscan.ablation.masks import HeadMask
 from headscan.models.forward_inputs import run_forward
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import batches, run_halving
-from headscan.texts.token_requests import ArmItem, GenerationRequest, Responses, input_key
+from headscan.texts.token_requests import GenerationRequest, Responses, input_key
 
 
-@dataclass(frozen=True)
-class GenerationItem(ArmItem[GenerationRequest]):
-    """Prompts for one replica, ``one_by_one`` or in batches; prompts that decide which heads are ablated are alone,
-    too.
+def generated_texts(
+    lm: LoadedModel,
+    requests: Sequence[GenerationRequest],
+    change: Intervention | None,
+    batch_tokens: int,
+    one_by_one: bool = False,
+) -> Responses[str]:
+    """Continue prompts under one change, ``one_by_one`` or in batches; prompts that decide which heads are ablated are
+    alone, too.
     """
+    texts: dict[int, str] = {}
+    shares: dict[int, float] = {}
+    static = change is None or change.fixed
+    total = lm.grid.total_heads
+    # Prompts of one batch have the same stop sequences. Prompts whose heads depend on them run alone, and so do sampled
+    # prompts: drawn in batches by one arm and alone by another, they would be different samples.
+    groups: dict[Hashable, list[int]] = {}
+    for index, request in enumerate(requests):
+        alone = one_by_one or not static or bool(dict(request.options).get("do_sample"))
+        groups.setdefault(index if alone else (repr(request[1:-1]), _rope_group(lm, request)), []).append(index)
+    with torch.no_grad():
+        for rows in groups.values():
+            lengths = [len(requests[row].ids) + requests[row].max_new_tokens for row in rows]
+            for batch in batches(lengths, batch_tokens):
+                mask = change if static else _seen(lm, change, requests[rows[batch[0]]])
 
-    one_by_one: bool = False
+                def write(chosen: list[int], rows: list[int] = rows, mask: Intervention | None = mask) -> list[str]:
+                    return _write(lm, [requests[rows[i]] for i in chosen], mask)
 
-    def run(self, lm: LoadedModel) -> list[Responses[str]]:
-        """Generate the texts with the item's heads ablated."""
-        texts: dict[int, str] = {}
-        shares: dict[int, float] = {}
-        static = self.intervention is None or self.intervention.fixed
-        total = lm.grid.total_heads
-        # Prompts of one batch have the same stop sequences. Prompts whose heads depend on them run alone, and so do
-        # sampled prompts: drawn in batches by one arm and alone by another, they would be different samples.
-        groups: dict[Hashable, list[int]] = {}
-        for index, request in enumerate(self.requests):
-            alone = self.one_by_one or not static or bool(dict(request.options).get("do_sample"))
-            groups.setdefault(index if alone else (repr(request[1:-1]), _rope_group(lm, request)), []).append(index)
-        with torch.no_grad():
-            for rows in groups.values():
-                lengths = [len(self.requests[row].ids) + self.requests[row].max_new_tokens for row in rows]
-                for batch in batches(lengths, self.batch_tokens):
-                    mask = self.intervention if static else _seen(lm, self, self.requests[rows[batch[0]]])
-
-                    def write(chosen: list[int], rows: list[int] = rows, mask: Intervention | None = mask) -> list[str]:
-                        return _write(lm, [self.requests[rows[i]] for i in chosen], mask)
-
-                    for chosen, written in run_halving(batch, write, lengths, lm.limits["generation"]):
-                        for i, text in zip(chosen, written, strict=True):
-                            texts[rows[i]] = text
-                            shares[rows[i]] = 0.0 if mask is None else len(mask.fixed_heads or ()) / total
-        order = range(len(self.requests))
-        return [Responses(tuple(texts[i] for i in order), tuple(shares[i] for i in order))]
+                for chosen, written in run_halving(batch, write, lengths, lm.limits["generation"]):
+                    for i, text in zip(chosen, written, strict=True):
+                        texts[rows[i]] = text
+                        shares[rows[i]] = 0.0 if mask is None else len(mask.fixed_heads or ()) / total
+    order = range(len(requests))
+    return Responses(tuple(texts[i] for i in order), tuple(shares[i] for i in order))
 
 
 def _rope_group(lm: LoadedModel, request: GenerationRequest) -> Hashable:
@@ -72,15 +71,15 @@ def _rope_group(lm: LoadedModel, request: GenerationRequest) -> Hashable:
     return start if start == end else tokens
 
 
-def _seen(lm: LoadedModel, item: GenerationItem, request: GenerationRequest) -> HeadMask | None:
-    assert isinstance(item.intervention, Ablation)
+def _seen(lm: LoadedModel, change: Intervention | None, request: GenerationRequest) -> HeadMask | None:
+    assert isinstance(change, Ablation)
     ids = torch.tensor([request.ids], device=lm.device)
-    with headscan.intervene(lm, item.intervention, input_keys=[input_key(request.ids)]) as record:
+    with headscan.intervene(lm, change, input_keys=[input_key(request.ids)]) as record:
         run_forward(lm.model, {"input_ids": ids})
     ablated_BLH = record.ablated
     assert ablated_BLH is not None
     heads = [(int(layer), int(head)) for layer, head in ablated_BLH[0].nonzero()]
-    return HeadMask(heads, item.intervention.replacement) if heads else None
+    return HeadMask(heads, change.replacement) if heads else None
 
 
 def _write(lm: LoadedModel, requests: list[GenerationRequest], mask: Intervention | None) -> list[str]:

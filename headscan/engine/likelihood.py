@@ -2,7 +2,7 @@
 
 Distinct inputs are read in batches, common prefixes first: those of one length as the sequences of one batch, before
 what follows them. Logits are computed only at scored tokens. What rules and random heads ablate depends on the
-whole input, so they share equal inputs only; `shared_row_likelihood.SharedRowItem` shares prefixes for rules.
+whole input, so they share equal inputs only; `shared_row_likelihood` shares prefixes for rules.
 
 Shapes: B sequences, N tokens (padded on the right), R prefixes, M scored positions, T target tokens, V vocabulary.
 """
@@ -23,10 +23,9 @@ from headscan.ablation.intervention import Intervention, InterventionRecord
 from headscan.attention.hooks import attention_hook
 from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel, logits_at
-from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import MemoryLimit, batches, pad, pass_cost, pass_tokens, run_halving
 from headscan.texts.prefix_tree import PrefixNode, join_similar, prefix_tree
-from headscan.texts.token_requests import ArmItem, LogLikelihood, Request, Responses, input_key
+from headscan.texts.token_requests import LogLikelihood, Request, Responses, input_key
 
 
 class DistinctInput(NamedTuple):
@@ -196,24 +195,21 @@ def _weighted_tokens(tokens: int, prefix_tokens: int) -> int:
 _POSITIONS_AT_A_TIME = 512
 
 
-@dataclass(frozen=True)
-class LikelihoodItem(ArmItem[Request]):
-    """Requests for one replica; ``headscan_kernels``, headscan's attention kernels, exclude ``share_prefixes``."""
-
-    share_prefixes: bool
-    headscan_kernels: bool = False
-    rope: RopeLengths = UNVARYING
-
-    def run(self, lm: LoadedModel) -> list[Responses[LogLikelihood]]:
-        """Answer requests with the item's heads ablated."""
-        inputs = distinct_inputs(self.requests)
-        share = self.share_prefixes and (self.intervention is None or self.intervention.may_share_prefix)
-        with torch.no_grad(), intervening(lm, self.intervention, headscan_kernels=self.headscan_kernels) as record:
-            answer_batch = partial(answer_inputs, lm, record=record)
-            results = dict(
-                answer_in_batches(lm, inputs, self.batch_tokens, share, partial(read_prefix, lm), answer_batch)
-            )
-        return [by_request(inputs, results)]
+def likelihoods(
+    lm: LoadedModel,
+    requests: Sequence[Request],
+    change: Intervention | None,
+    batch_tokens: int,
+    share_prefixes: bool,
+    headscan_kernels: bool = False,
+) -> Responses[LogLikelihood]:
+    """Answer requests under one change; headscan's attention kernels exclude ``share_prefixes``."""
+    inputs = distinct_inputs(requests)
+    share = share_prefixes and (change is None or change.may_share_prefix)
+    with torch.no_grad(), intervening(lm, change, headscan_kernels=headscan_kernels) as record:
+        answer_batch = partial(answer_inputs, lm, record=record)
+        results = dict(answer_in_batches(lm, inputs, batch_tokens, share, partial(read_prefix, lm), answer_batch))
+    return by_request(inputs, results)
 
 
 @contextmanager

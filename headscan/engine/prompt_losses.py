@@ -16,9 +16,8 @@ from numpy.typing import ArrayLike
 
 from headscan.catalog import RECALL_FAMILIES, recall_family
 from headscan.cluster.pool import Pool, Task
-from headscan.engine.bundles import FROM_TOKENS, BundleItem, Start, bundle_passes, last_start, possible_starts
-from headscan.engine.likelihood import LikelihoodItem
-from headscan.engine.staged_likelihood import answer_in_ranges
+from headscan.engine.answer import AnsweringSettings, AnswerItem, answer_item
+from headscan.engine.bundles import bundle_passes, latest_start
 from headscan.errors import NotFiniteError, SequenceError
 from headscan.kv.kv_windows import KvWindows
 from headscan.long_work import KnownNumbers, WorkKey, hash_of
@@ -29,7 +28,7 @@ from headscan.runs.progress import Progress
 from headscan.settings.evaluation_settings import RecallQuestions
 from headscan.texts import CorpusSpec, TokenConfig, open_corpus, sequences
 from headscan.texts.recall_tasks import recall_questions
-from headscan.texts.token_requests import LogLikelihood, Request, Responses, answer_item
+from headscan.texts.token_requests import LogLikelihood, Request, Responses
 from headscan.windows import KeptKeys
 
 T = TypeVar("T")
@@ -116,8 +115,7 @@ def recall_prompts(identity: ModelIdentity, tokens: int, count: int, seed: int) 
 @dataclass(frozen=True)
 class PromptPool:
     """A pool that measures prompts, in passes of ``batch_tokens`` tokens. Items that ``known`` has are not measured
-    again. ``progress`` counts prompts, once for each set of windows. ``starts`` comes from `starts_under_windows`; None
-    computes it.
+    again. ``progress`` counts prompts, once for each set of windows.
     """
 
     pool: Pool
@@ -125,7 +123,6 @@ class PromptPool:
     rope: RopeLengths = UNVARYING
     known: KnownNumbers = field(default_factory=KnownNumbers)
     progress: Progress | None = None
-    starts: frozenset[Start] | None = None
 
     def losses(
         self, requests: Sequence[Request], sets: Sequence[KeptKeys], base: KeptKeys = ALL_KEYS
@@ -134,32 +131,20 @@ class PromptPool:
         (sets, requests). `ALL_KEYS` is the full cache. A pass goes on from that of ``base`` at the first layer in which
         the windows differ, which changes no number.
         """
-        staged = self.pool.staged
-        *ablations, under = [KvWindows(kept, "windows") if kept.windows else None for kept in (*sets, base)]
-        parts = self._parts(requests, range(len(requests)))
-        possible = starts_under_windows(self.pool) if self.starts is None else self.starts
-        starts = [None if kept == base else last_start(Start(kept.differs(base), False), possible) for kept in sets]
-        groups = [[index] for index in range(len(sets))] if staged else bundle_passes(starts)
+        *changes, under = [KvWindows(kept, "windows") if kept.windows else None for kept in (*sets, base)]
+        settings = AnsweringSettings(self.batch_tokens, share_prefixes=False, rope=self.rope)
+        starts = [None if change == under else latest_start(change, under) for change in changes]
+        groups = bundle_passes(starts, 1 if self.pool.staged else settings.bundle_size)
         items: dict[str, tuple[list[int], list[int]]] = {}
-        work: list[Any] = []
+        work: list[AnswerItem] = []
         for group in groups:
-            for part in parts:
+            for part in self._parts(requests, range(len(requests))):
                 name = f"windows {group[0]}, prompts {part[0]} to {part[-1]}"
                 items[name] = group, part
-                chosen = tuple(requests[row] for row in part)
-                if len(group) > 1:
-                    masks = tuple(ablations[index] for index in group)
-                    of_group = tuple(starts[index] or FROM_TOKENS for index in group)
-                    work.append(
-                        BundleItem(name, chosen, masks, of_group, self.batch_tokens, share_prefixes=False, base=under)
-                    )
-                else:
-                    alone = ablations[group[0]]
-                    work.append(
-                        LikelihoodItem(name, chosen, alone, self.batch_tokens, share_prefixes=False, rope=self.rope)
-                    )
+                of_group = tuple(changes[index] for index in group)
+                work.append(AnswerItem(name, tuple(requests[row] for row in part), of_group, settings, under))
 
-        def key_of(item: LikelihoodItem | BundleItem) -> WorkKey:
+        def key_of(item: AnswerItem) -> WorkKey:
             group, _ = items[item.name]
             windows = [[[layer, head, *kept.key] for layer, head, kept in sets[index].windows] for index in group]
             return "losses under window masks", windows, hash_of(item.requests)
@@ -171,14 +156,13 @@ class PromptPool:
                 [[each.greedy_tokens for each in result.values] for result in results],
             ]
 
-        def count(item: LikelihoodItem | BundleItem) -> int:
+        def count(item: AnswerItem) -> int:
             group, part = items[item.name]
             return len(group) * len(part)
 
         nats, greedy = np.empty((len(sets), len(requests))), np.empty((len(sets), len(requests)))
         scored = np.array([request.scored_tokens for request in requests])
-        task: Task[Any, Any] = answer_in_ranges if staged else answer_item
-        for item, losses in self._measured(task, work, key_of, numbers, count):
+        for item, losses in self._measured(answer_item, work, key_of, numbers, count):
             group, part = items[item.name]
             at = np.ix_(group, part)
             log_likelihoods, greedy_tokens = losses.reshape(2, len(group), len(part))
@@ -226,13 +210,6 @@ class PromptPool:
     def _count(self, prompts: int, *, is_new: bool) -> None:
         if self.progress is not None:
             self.progress.count(prompts, is_new=is_new)
-
-
-def starts_under_windows(pool: Pool) -> frozenset[Start]:
-    """Return where passes under windows can start, which takes two short passes for each layer. Windows act in the
-    attention itself, so passes never start behind it, and the result is that of the model alone.
-    """
-    return frozenset() if pool.staged else pool.one(possible_starts, ())
 
 
 def refusal(prompts: Prompts, greedy: np.ndarray) -> str | None:

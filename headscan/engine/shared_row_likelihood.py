@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from headscan.ablation.intervention import LayerwiseAblation
+from headscan.ablation.intervention import Intervention, LayerwiseAblation
 from headscan.ablation.masks import HeadMask
 from headscan.engine.likelihood import (
     DistinctInput,
@@ -28,11 +28,11 @@ from headscan.engine.likelihood import (
 )
 from headscan.layers.blocks import find_blocks
 from headscan.layers.prefix_cache import read_prefix
-from headscan.layers.shared_rows import SharedRow, can_share_rows, read_shared_row
+from headscan.layers.shared_rows import SharedRow, read_shared_row
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pass_cost, pass_tokens, run_halving_by_size
 from headscan.texts.prefix_tree import PrefixNode, prefix_tree
-from headscan.texts.token_requests import ArmItem, LogLikelihood, Request, Responses
+from headscan.texts.token_requests import LogLikelihood, Request, Responses
 
 #: Most tokens of a row for each token of its prefix, if that is more than the fastest length of a row: reading a prefix
 #: again costs more than a longer pass.
@@ -97,31 +97,25 @@ def _members(node: PrefixNode) -> Iterator[int]:
         yield from _members(child)
 
 
-@dataclass(frozen=True)
-class SharedRowItem(ArmItem[Request]):
-    """Requests for one replica whose model can read shared rows. With an intervention that may not share them (one that
-    is no `LayerwiseAblation`, or whose `may_share_rows` is False) requests are read whole.
+def shared_row_likelihoods(
+    lm: LoadedModel, requests: Sequence[Request], change: Intervention | None, batch_tokens: int
+) -> Responses[LogLikelihood]:
+    """Answer requests under one change with headscan's attention kernels, on a model that can read shared rows. Under a
+    change that may not share them (one that is no `LayerwiseAblation`, or whose `may_share_rows` is False) requests are
+    read whole.
     """
-
-    def run(self, lm: LoadedModel) -> list[Responses[LogLikelihood]]:
-        """Answer requests with the item's heads ablated, with headscan's attention kernels for every arm."""
-        inputs = distinct_inputs(self.requests)
-        results: dict[int, InputResult] = {}
-        ablation = HeadMask([]) if self.intervention is None else self.intervention
-        if isinstance(ablation, LayerwiseAblation) and ablation.may_share_rows:
-            results = _RowReader(lm, ablation, inputs, self.batch_tokens).results()
-        whole = [index for index in range(len(inputs)) if index not in results]
-        whole_inputs = [inputs[index] for index in whole]
-        with torch.no_grad(), intervening(lm, self.intervention, headscan_kernels=True) as record:
-            answer_batch, read_prefixes = partial(answer_inputs, lm, record=record), partial(read_prefix, lm)
-            scored = answer_in_batches(lm, whole_inputs, self.batch_tokens, False, read_prefixes, answer_batch)
-            results |= {whole[index]: result for index, result in scored}
-        return [by_request(inputs, results)]
-
-
-def can_share_rows_task(lm: LoadedModel, item: object) -> bool:
-    """Pool task: return True if inputs can share their prefixes in rows."""
-    return can_share_rows(lm)
+    inputs = distinct_inputs(requests)
+    results: dict[int, InputResult] = {}
+    ablation = HeadMask([]) if change is None else change
+    if isinstance(ablation, LayerwiseAblation) and ablation.may_share_rows:
+        results = _RowReader(lm, ablation, inputs, batch_tokens).results()
+    whole = [index for index in range(len(inputs)) if index not in results]
+    whole_inputs = [inputs[index] for index in whole]
+    with torch.no_grad(), intervening(lm, change, headscan_kernels=True) as record:
+        answer_batch, read_prefixes = partial(answer_inputs, lm, record=record), partial(read_prefix, lm)
+        scored = answer_in_batches(lm, whole_inputs, batch_tokens, False, read_prefixes, answer_batch)
+        results |= {whole[index]: result for index, result in scored}
+    return by_request(inputs, results)
 
 
 class _RowReader:

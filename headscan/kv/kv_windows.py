@@ -57,6 +57,9 @@ class KvWindows(Intervention):
     def first_layer(self) -> int | None:
         return min(self.kept.layers, default=None)
 
+    def first_difference(self, other: Intervention | None) -> int | None:
+        return self.kept.differs(other.kept) if isinstance(other, KvWindows) else super().first_difference(other)
+
     def within(self, first: int, last: int) -> KvWindows:
         return replace(self, kept=self.kept.within(first, last))
 

@@ -271,6 +271,7 @@ class LoadedModel:
         blocks: By name of a list of blocks, the result of `blocks.find_blocks`.
         projection_factors: By name of an output projection, the checksum of its weight and its factor
             (`headscan.statistics.norm_statistics`).
+        checks: By name and dtype, what short passes showed of the model, such as that a cached prefix can be continued.
         attention: Names and functions of the model's attention (`attention_functions`) when its heads were discovered.
     """
 
@@ -287,6 +288,7 @@ class LoadedModel:
     )
 
     blocks: dict[str, FoundBlocks] = field(default_factory=dict, compare=False, repr=False, kw_only=True)
+    checks: dict[tuple[str, str], bool] = field(default_factory=dict, compare=False, repr=False, kw_only=True)
     attention: frozenset[tuple[str, str]] = field(default=frozenset(), compare=False, repr=False, kw_only=True)
 
     #: True if a pass must be as wide as its ids, padding included.

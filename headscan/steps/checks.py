@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from headscan.ablation.intervention import Ablation
 from headscan.cluster.pool import Pool, refuse_staged
 from headscan.engine.arms import Arm, check_tokenizer, model_settings
-from headscan.engine.reading import can_share_prefixes_task
 from headscan.errors import InterventionError, UnsupportedModelError
+from headscan.layers.prefix_cache import shares_prefixes
 from headscan.model_spec import ModelSpec
+from headscan.models.loaded_model import LoadedModel
 from headscan.runs.model_identity import ModelIdentity, identify
 from headscan.runs.run_context import ModelContext
 from headscan.texts.tasks import Questions
@@ -39,11 +40,16 @@ def check_eviction(
         return
     refuse_staged(model.pool, f"{evicting_arms[0]} evicts keys, which", instead="the mode forward")
     has_scored = any(isinstance(request, Request) for request in requests.values())
-    if has_scored and not model.pool.one(can_share_prefixes_task, None):
+    if has_scored and not model.pool.one(_continues_prefixes, None):
         raise UnsupportedModelError(
             f"{evicting_arms[0]} evicts keys, but {model.identity.name} continues a KV cache only token by token. Use"
             " the mode forward, or tasks that generate text"
         )
+
+
+def _continues_prefixes(lm: LoadedModel, item: object) -> bool:
+    """Pool task: return True if the model can continue cached prefixes of several tokens."""
+    return shares_prefixes(lm)
 
 
 def check_resampled(arms: Sequence[Arm], requests: Mapping[str, Request | GenerationRequest]) -> None:

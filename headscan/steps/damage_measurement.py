@@ -17,16 +17,7 @@ import numpy as np
 import torch
 
 from headscan.catalog import MassWidths
-from headscan.engine.bundles import Start
-from headscan.engine.prompt_losses import (
-    ALL_KEYS,
-    PromptPool,
-    Prompts,
-    recall_prompts,
-    refusal,
-    starts_under_windows,
-    text_prompts,
-)
+from headscan.engine.prompt_losses import ALL_KEYS, PromptPool, Prompts, recall_prompts, refusal, text_prompts
 from headscan.errors import SequenceError
 from headscan.kv.kv_damage import candidates_of, kv_damages_by_sequence
 from headscan.long_work import KnownNumbers, WorkKey, hash_of
@@ -185,7 +176,7 @@ def read_prompts(config: PlanConfig, identity: ModelIdentity) -> list[Prompts]:
 @dataclass(frozen=True)
 class Measurement:
     """The candidates, the prompts that rank them, the held-out ones on which plans are measured, and notes on what
-    limits both. What ``known`` has is not measured again; ``starts`` is where passes under windows can start.
+    limits both. What ``known`` has is not measured again.
     """
 
     context: ModelContext
@@ -195,7 +186,6 @@ class Measurement:
     held_out: tuple[Prompts, ...]
     notes: tuple[str, ...]
     known: KnownNumbers
-    starts: frozenset[Start]
 
     @classmethod
     def of(
@@ -213,8 +203,7 @@ class Measurement:
             units = {(layer, 0): tuple(group) for layer, group in groupby(heads, key=lambda head: head[0])}
         halves = [each.halves() for each in prompts or read_prompts(config, identity)]
         ranking, held_out = tuple(half for half, _ in halves), tuple(half for _, half in halves)
-        starts = starts_under_windows(context.pool)
-        measurement = cls(context, config, units, ranking, held_out, (), known or KnownNumbers(), starts)
+        measurement = cls(context, config, units, ranking, held_out, (), known or KnownNumbers())
         return measurement._able()
 
     def _able(self) -> Measurement:
@@ -258,7 +247,7 @@ class Measurement:
     def _pool(self, progress: Progress) -> DamagePool:
         facts, identity = self.context.facts, self.context.identity
         tokens = pass_tokens(facts.device, self.config.batch_tokens)
-        return DamagePool(self.context.pool, tokens, identity.rope_lengths, self.known, progress, self.starts)
+        return DamagePool(self.context.pool, tokens, identity.rope_lengths, self.known, progress)
 
     def distant_order(self, window: Window) -> list[KvHead] | None:
         """Return the units in the order of method ``distant_mass`` on the ranking texts, layers by the largest need of

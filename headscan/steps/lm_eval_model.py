@@ -21,9 +21,9 @@ from lm_eval.api.registry import register_model
 
 from headscan.ablation.rules import HeadRule
 from headscan.cluster.placement_base import PlacementRequest
+from headscan.engine.answer import AnswerItem, answer_item, settings_for
 from headscan.engine.answering import request_chunks
 from headscan.engine.arms import BASELINE, Arm, check_arms, mask_arm
-from headscan.engine.reading import choose_reading
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS
@@ -33,11 +33,10 @@ from headscan.runs.progress import Progress
 from headscan.runs.run_context import ModelContext, ModelOpener
 from headscan.settings.corpus_settings import BosPolicy
 from headscan.settings.evaluation_settings import TASK_TOKENS, HarnessError, PlanMode
-from headscan.steps.checks import check_eviction, check_next_token_head
+from headscan.steps.checks import check_eviction, check_generates, check_next_token_head
 from headscan.steps.plan_arms import check_plan, plan_arms
 from headscan.store.records import ArmKind
 from headscan.texts.harness import HeadscanLM
-from headscan.texts.token_requests import answer_item
 
 R = TypeVar("R")
 
@@ -117,9 +116,10 @@ class HeadscanModel(HeadscanLM):
             check_plan(loaded, self._context)
             [self._arm] = plan_arms(loaded, (plan_mode,), 0)
         check_arms(self._context.facts.grid, [self._arm])
-        pool, dtype, rope = self._context.pool, self._context.facts.dtype, self._context.identity.rope_lengths
-        self._reading = choose_reading(pool, dtype, rope, [self._arm.intervention], None, lambda line: None)
-        self._batch_tokens = batch_tokens
+        dtype, rope = self._context.facts.dtype, self._context.identity.rope_lengths
+        share = False if self._context.pool.staged else None
+        changes = [self._arm.intervention]
+        self._settings = settings_for(changes, batch_tokens, share, dtype=dtype, rope=rope, say=lambda line: None)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         return self._answered(partial(super().loglikelihood, requests))
@@ -140,12 +140,15 @@ class HeadscanModel(HeadscanLM):
         self.answers = None
         ask()
         new = {mark: request for mark, request in self.requests.items() if mark not in known}
+        check_generates(self._context.pool, new)
         check_eviction(self._context, [self._arm], new)
         answers = dict(known)
-        items = {f"{self._arm.name}, requests {item.index}": item for item in request_chunks(new, self._batch_tokens)}
+        items = {
+            f"{self._arm.name}, requests {item.index}": item
+            for item in request_chunks(new, self._settings.batch_tokens)
+        }
         work = (
-            self._reading.item(name, item.requests, [self._arm.intervention], self._batch_tokens)
-            for name, item in items.items()
+            AnswerItem(name, item.requests, (self._arm.intervention,), self._settings) for name, item in items.items()
         )
         with Progress(self._arm.name, len(new), "requests") as progress:
             for finished in self._context.pool.map(answer_item, work):

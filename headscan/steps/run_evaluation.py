@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from headscan.ablation.intervention import Intervention
-from headscan.engine.answering import AnsweringSettings, ArmResponses, RequestChunk, answer_arms, request_chunks
+from headscan.engine.answer import HALF, AnsweringSettings, need_headscan_kernels, need_whole_inputs, settings_for
+from headscan.engine.answering import ArmResponses, RequestChunk, answer_arms, request_chunks
 from headscan.engine.arms import BASELINE, Arm, check_arms, distinct_arms
-from headscan.engine.bundles import bundle_size, possible_starts
+from headscan.engine.bundles import bundle_size
 from headscan.engine.likelihood import joint_prefix_tokens
-from headscan.engine.reading import HALF, choose_reading, need_headscan_kernels, need_whole_inputs
 from headscan.errors import NotFiniteError
 from headscan.runs.model_identity import ModelFacts, fingerprint
 from headscan.runs.progress import at_work
@@ -85,7 +85,7 @@ def run_evaluation(
         for spec in sorted(specs, key=lambda spec: spec is not None):  # the model of the baseline is open
             model_arms = {arm_id: arm for arm_id, arm in unfinished.items() if arm.model == spec}
             with nullcontext(run) if spec is None else run.on(spec, models[spec]) as model_run:
-                settings = _answering_settings(model_run, len(model_arms), config, questions, interventions)
+                settings = _answering_settings(model_run, config, questions, interventions)
                 arm_run.answer(model_run, model_arms, questions, chunks, settings)
         arm_run.finish()
     return state.run_id
@@ -104,22 +104,28 @@ class ArmQuestions(Protocol):
 
 
 def _answering_settings(
-    run: Run, arm_count: int, config: EvaluateConfig, questions: Questions, interventions: Sequence[Intervention | None]
+    run: Run, config: EvaluateConfig, questions: Questions, interventions: Sequence[Intervention | None]
 ) -> AnsweringSettings:
-    """Return how the model of ``run`` answers its ``arm_count`` unfinished arms. ``interventions`` are those of all
-    arms of the evaluation, which must round alike.
+    """Return how the model of ``run`` answers its arms. ``interventions`` are those of all arms of the evaluation,
+    which must round alike.
     """
     pool, facts = run.pool, run.facts
     check_next_token_head(run)
     check_generates(pool, questions.requests)
     share_prefixes = False if pool.staged else config.share_prefixes
-    reading = choose_reading(pool, facts.dtype, run.identity.rope_lengths, interventions, share_prefixes, run.say)
-    # Passes in headscan's attention kernels start from token ids, never from a layer of the baseline's pass.
-    if arm_count > 1 and not (pool.staged or reading.headscan_kernels):
-        reading = replace(reading, starts=pool.one(possible_starts, interventions))
+    settings = settings_for(
+        interventions,
+        config.batch_tokens,
+        share_prefixes,
+        dtype=facts.dtype,
+        rope=run.identity.rope_lengths,
+        say=run.say,
+    )
+    if pool.staged or settings.headscan_kernels:
+        return replace(settings, bundle_size=1)
     prefix_tokens = max(questions.longest_input(), joint_prefix_tokens(facts.device.split(":")[0]))
-    size = bundle_size(facts.caches if reading.share_prefixes else {}, prefix_tokens)
-    return AnsweringSettings(config.batch_tokens, reading, size)
+    size = bundle_size({} if settings.share_prefixes is False else facts.caches, prefix_tokens)
+    return replace(settings, bundle_size=size)
 
 
 @dataclass(frozen=True)
@@ -163,7 +169,8 @@ class ArmRun:
         are given by their ids in the store, and ``chunks`` hold the requests of the questions.
         """
         store, title = self.run.store, f"{len(model_arms)} arm{'s' * (len(model_arms) > 1)}"
-        for arm_id, responses in answer_arms(store, model_run.pool, model_arms, chunks, settings, title=title):
+        answered = answer_arms(store, model_run.pool, model_arms, chunks, settings, title=title, say=self.run.say)
+        for arm_id, responses in answered:
             arm = model_arms[arm_id]
             try:
                 figures = _finish_arm(store, questions, model_run.facts, arm, arm_id, responses)

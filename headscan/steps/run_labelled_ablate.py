@@ -14,22 +14,15 @@ from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
-import torch
-from transformers import LogitsProcessor, LogitsProcessorList
 
-from headscan.ablation.intervention import Intervention
 from headscan.ablation.masks import SiteMask
 from headscan.cluster.pool import refuse_staged
-from headscan.engine.answering import AnsweringSettings, RequestChunk
+from headscan.engine.answer import AnsweringSettings
+from headscan.engine.answering import RequestChunk
 from headscan.engine.arms import Arm
-from headscan.engine.likelihood import intervening
-from headscan.engine.reading import PromptReading
-from headscan.errors import InterventionError, NotFiniteError
+from headscan.errors import InterventionError
 from headscan.grid import Head, HeadGrid
 from headscan.model_spec import ModelSpec
-from headscan.models.forward_inputs import batch_kwargs
-from headscan.models.loaded_model import LoadedModel
-from headscan.models.token_batches import pad, run_halving, whole_batches
 from headscan.options import BATCH_TOKENS, Count, Limits, check_limits
 from headscan.runs.model_identity import ModelIdentity, fingerprint
 from headscan.runs.progress import at_work
@@ -40,9 +33,9 @@ from headscan.steps.run_ablate import AblateResult, ablated_sets
 from headscan.steps.run_evaluation import ArmRun
 from headscan.store.records import ArmKind, RunRecord
 from headscan.store.tables import ACCURACY, BLEU, EACH, LOSS
-from headscan.texts.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss
+from headscan.texts.labelled_texts import Answers, ExampleRequest, LabelledText, LabelledTexts
 from headscan.texts.tasks import ANSWERS, RESULTS, TaskResults
-from headscan.texts.token_requests import ArmItem, LogLikelihood, Responses, ScoringItem
+from headscan.texts.token_requests import LogLikelihood
 from headscan.verdicts.head_effects import bleu, record_effects
 
 
@@ -78,90 +71,6 @@ def single_arms(grid: HeadGrid, mode: str) -> list[SiteArm]:
 
 #: Metrics by kind of targets; the first is the default.
 METRICS = {Answers.CLASS: (ACCURACY, LOSS), Answers.TEXT: (BLEU, LOSS, ACCURACY)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class LabelledReading(PromptReading):
-    """How labelled examples are read, and answered in up to ``new_tokens``; ``classes`` are empty for target texts."""
-
-    answers: Answers
-    classes: tuple[str, ...]
-    metric: str
-    new_tokens: int
-
-    def item(
-        self, name: str, requests: tuple[Any, ...], interventions: Sequence[Intervention | None], batch_tokens: int
-    ) -> ScoringItem[Any]:
-        [intervention] = interventions
-        return LabelledArmItem(name, requests, intervention, batch_tokens, self)
-
-
-@dataclass(frozen=True)
-class LabelledArmItem(ArmItem[LabelledText]):
-    """Examples for one replica."""
-
-    reading: LabelledReading
-
-    @torch.no_grad()
-    def run(self, lm: LoadedModel) -> list[Responses[LogLikelihood | str]]:
-        """Answer examples: with log-likelihoods of targets for a loss, otherwise with classes or generated texts."""
-        lengths, reading = [text.longest for text in self.requests], self.reading
-        ask = _losses if reading.metric == LOSS else _classes if reading.answers is Answers.CLASS else _generate
-        answer_of: dict[int, LogLikelihood | str] = {}
-        with intervening(lm, self.intervention, headscan_kernels=False):
-            for batch in whole_batches(lengths, self.batch_tokens, reading.rope.group):
-                halves = run_halving(
-                    list(batch.sequence_indices),
-                    lambda rows: ask(lm, reading, [self.requests[row] for row in rows]),
-                    lengths,
-                    lm.limits["labelled"],
-                )
-                for rows, answers in halves:
-                    answer_of.update(zip(rows, answers, strict=True))
-        heads = 0 if self.intervention is None else len(self.intervention.fixed_heads or ())
-        share = heads / sum(lm.grid.at(kind).total_heads for kind in lm.grid.kinds)
-        return [Responses(tuple(answer_of[row] for row in range(len(self.requests))), (share,) * len(self.requests))]
-
-
-def _losses(lm: LoadedModel, reading: LabelledReading, texts: list[LabelledText]) -> list[LogLikelihood]:
-    losses_B = labelled_loss(lm, reading.answers, texts, summed=True).losses(lm).double().cpu()
-    _check_finite(losses_B)
-    # A loss does not show which tokens greedy decoding would choose; the store has NULL.
-    return [LogLikelihood(-loss, None) for loss in losses_B.tolist()]  # type: ignore[arg-type]
-
-
-def _classes(lm: LoadedModel, reading: LabelledReading, texts: list[LabelledText]) -> list[str]:
-    logits_BC = lm.model(**labelled_loss(lm, reading.answers, texts).inputs).logits.float().cpu()
-    _check_finite(logits_BC)
-    return [reading.classes[number] for number in logits_BC.argmax(-1).tolist()]
-
-
-class _FiniteLogits(LogitsProcessor):
-    """A check of the logits of every generated token."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        # Processors of the model set tokens that it may not write to minus infinity.
-        _check_finite(scores.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=0.0))
-        return scores
-
-
-def _generate(lm: LoadedModel, reading: LabelledReading, texts: list[LabelledText]) -> list[str]:
-    model: Any = lm.model
-    checks = LogitsProcessorList([_FiniteLogits()])
-    ids, lengths = pad([text.ids for text in texts])
-    inputs = batch_kwargs(ids.to(lm.device), lengths.to(lm.device), causal=False)
-    written = model.generate(
-        **inputs, do_sample=False, num_beams=1, max_new_tokens=reading.new_tokens, logits_processor=checks
-    )
-    decoded = lm.require_tokenizer().batch_decode(written, skip_special_tokens=True)
-    return [text.strip() for text in decoded]
-
-
-def _check_finite(values: torch.Tensor) -> None:
-    if wrong := int((~values.isfinite()).sum()):
-        raise NotFiniteError(
-            f"NaN or infinite outputs: {wrong} of {values.numel()} (limit 0). Load the model in another `dtype`"
-        )
 
 
 #: Examples of one chunk.
@@ -247,25 +156,14 @@ class LabelledQuestions:
             corpus_hash=data_hash,
         )
 
-    def chunks(self) -> list[RequestChunk]:
-        cuts = [slice(start, start + _CHUNK_EXAMPLES) for start in range(0, len(self.judging), _CHUNK_EXAMPLES)]
-        return [
-            RequestChunk(index, tuple(self._hashes[cut]), tuple(self.judging[cut])) for index, cut in enumerate(cuts)
-        ]
-
-    def answering_settings(self, identity: ModelIdentity) -> AnsweringSettings:
+    def chunks(self, identity: ModelIdentity) -> list[RequestChunk]:
         most = 2 * max(len(text.target_ids) for text in self.judging) + _SPARE_TOKENS
         if (limit := identity.max_tokens) is not None:
             most = min(most, limit - 1)
-        reading = LabelledReading(
-            share_prefixes=False,
-            rope=identity.rope_lengths,
-            answers=self.texts.answers,
-            classes=self.texts.classes,
-            metric=self.metric,
-            new_tokens=most,
-        )
-        return AnsweringSettings(self.config.batch_tokens, reading)
+        answers, scored, classes = self.texts.answers, self.metric == LOSS, self.texts.classes
+        requests = [ExampleRequest(text, answers, scored, classes, most) for text in self.judging]
+        cuts = [slice(start, start + _CHUNK_EXAMPLES) for start in range(0, len(requests), _CHUNK_EXAMPLES)]
+        return [RequestChunk(index, tuple(self._hashes[cut]), tuple(requests[cut])) for index, cut in enumerate(cuts)]
 
     def grade(self, responses: Mapping[str, LogLikelihood | str]) -> TaskResults:
         given = [responses[each] for each in self._hashes]
@@ -326,7 +224,8 @@ def answer_labelled(questions: LabelledQuestions, run: Run, run_id: str, arms: S
     refuse_staged(run.pool, "an answer to a labelled example")
     arm_run = ArmRun(run, run_id, arms, judges_arms=False)
     if unfinished := arm_run.begin():
-        arm_run.answer(run, unfinished, questions, questions.chunks(), questions.answering_settings(run.identity))
+        settings = AnsweringSettings(questions.config.batch_tokens, share_prefixes=False, bundle_size=1)
+        arm_run.answer(run, unfinished, questions, questions.chunks(run.identity), settings)
     arm_run.finish()
 
 

@@ -262,6 +262,18 @@ class LabelledText:
         return (self.ids, self.target_ids, *((self.token_types,) if self.token_types else ()))
 
 
+class ExampleRequest(NamedTuple):
+    """A labelled example to answer: with the log-likelihood of its target if ``scored``, otherwise with the name of one
+    of ``classes``, or with a text of up to ``new_tokens``.
+    """
+
+    example: LabelledText
+    answers: Answers
+    scored: bool
+    classes: tuple[str, ...]
+    new_tokens: int
+
+
 @dataclass(frozen=True)
 class LabelledTexts:
     """The examples of a file, ready for a model. ``classes`` are empty for target texts; ``truncated`` is the number of

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
-
-from headscan.ablation.intervention import Intervention
-from headscan.models.loaded_model import LoadedModel
 
 
 class Request(NamedTuple):
@@ -33,38 +29,13 @@ A = TypeVar("A", covariant=True)
 
 @dataclass(frozen=True)
 class Responses(Generic[A]):
-    """A log-likelihood or a text for each request, and the ablated share of each request, 0 to 1."""
+    """A log-likelihood or a text for each request, and the ablated share of each request, 0 to 1. A ``note`` is the
+    reason for which the model read prompts in a slower way.
+    """
 
     values: tuple[A, ...]
     ablated_shares: tuple[float, ...]
-
-
-Q = TypeVar("Q")
-
-
-@dataclass(frozen=True)
-class ScoringItem(ABC, Generic[Q]):
-    """Requests for one replica, and how a model answers them; ``name`` is unique in a job."""
-
-    name: str
-    requests: tuple[Q, ...]
-
-    @abstractmethod
-    def run(self, lm: LoadedModel) -> Sequence[Responses[Any]]:
-        """Answer the requests; one result for each arm of the item."""
-
-
-@dataclass(frozen=True)
-class ArmItem(ScoringItem[Q]):
-    """Requests for one replica under one arm, in passes of ``batch_tokens`` tokens."""
-
-    intervention: Intervention | None
-    batch_tokens: int
-
-
-def answer_item(lm: LoadedModel, item: ScoringItem[Any]) -> Sequence[Responses[Any]]:
-    """Pool task: answer the requests of an item for each of its arms."""
-    return item.run(lm)
+    note: str = field(default="", compare=False)
 
 
 class GenerationRequest(NamedTuple):

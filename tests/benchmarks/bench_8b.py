@@ -321,12 +321,12 @@ class WholeRun:
         tokens, once = sum(map(len, prompts)), tokens_read_once(prompts)
         budget = self.sizes.batch * max(len(request.ids) for request in requests)
         ablates = {name: make(self.lm) for name, make in ABLATED.items()}
-        shared, whole = readings(self.lm, ablates.values())
+        shared, whole = readings(self.lm, ablates.values(), budget)
         for name, ablated in ablates.items():
-            of_whole = partial(answers, self.lm, whole, ablated, requests, budget)
+            of_whole = partial(answers, self.lm, whole, ablated, requests)
             row, expected = self._timed(f"{name}, whole prompts", of_whole, tokens, warm=False)
             yield row
-            of_shared = partial(answers, self.lm, shared, ablated, requests, budget)
+            of_shared = partial(answers, self.lm, shared, ablated, requests)
             row, found = self._timed(f"{name}, shared prefixes", of_shared, tokens, warm=False)
             others, alike, _ = expected.differences(found)
             note = f"{once:,} tokens if prefixes are read once; log-likelihoods differ by {alike:.0e}"

@@ -30,12 +30,11 @@ from headscan.ablation.masks import HeadMask
 from headscan.ablation.rules import HeadRule
 from headscan.checkpoints.sources import load_tokenizer
 from headscan.demo import MODEL_FOLDER
-from headscan.engine.reading import PromptReading, choose_reading
+from headscan.engine.answer import AnsweringSettings, answer, settings_for
 from headscan.settings.evaluation_settings import TaskConfig
 from headscan.texts.token_requests import Request
 from tests.benchmarks.measuring import Table, device_of, parser_of, show
 from tests.benchmarks.overhead import make_model, peak_bytes
-from tests.loaded_pool import LoadedPool
 
 #: Layers of the shapes in `overhead`. Of 10M the embedding is another 12.6M.
 _LAYERS = {"10M": 10, "135M": 30, "8B": 32}
@@ -174,11 +173,16 @@ def timed(ways: Mapping[str, Callable[[], Answers]], rounds: int) -> tuple[dict[
     return {name: median(of_way) for name, of_way in times.items()}, values
 
 
-def readings(lm: headscan.LoadedModel, ablates: Collection[HeadMask | HeadRule]) -> tuple[PromptReading, PromptReading]:
-    """Return how arms read shared prefixes, and whole prompts."""
+def readings(
+    lm: headscan.LoadedModel, ablates: Collection[HeadMask | HeadRule], budget: int
+) -> tuple[AnsweringSettings, AnsweringSettings]:
+    """Return how arms read shared prefixes, and whole prompts; a pass reads ``budget`` tokens."""
     shared, whole = (
-        choose_reading(LoadedPool(lm), lm.dtype, lm.rope_lengths, list(ablates), share, show) for share in (None, False)
+        settings_for(list(ablates), budget, share, dtype=lm.dtype, rope=lm.rope_lengths, say=show)
+        for share in (None, False)
     )
+    for ablated in ablates:  # short passes show what the model can do, before the time is measured
+        answer(lm, [Request((1, 2), 1)], [ablated], shared)
     return shared, whole
 
 
@@ -198,15 +202,11 @@ class Answers(NamedTuple):
 
 
 def answers(
-    lm: headscan.LoadedModel,
-    reading: PromptReading,
-    ablated: HeadMask | HeadRule,
-    asked: Sequence[Request],
-    budget: int,
+    lm: headscan.LoadedModel, settings: AnsweringSettings, ablated: HeadMask | HeadRule, asked: Sequence[Request]
 ) -> Answers:
-    """Return an arm's answers; a pass reads ``budget`` tokens."""
-    result = reading.item("all", tuple(asked), [ablated], budget).run(lm)[0]
-    return Answers([answer.log_likelihood for answer in result.values], result.ablated_shares)
+    """Return an arm's answers."""
+    [result] = answer(lm, asked, [ablated], settings)
+    return Answers([each.log_likelihood for each in result.values], result.ablated_shares)
 
 
 def compared(
@@ -219,13 +219,11 @@ def compared(
     budget = batch * max(len(request.ids) for request in requests)
     theirs = Theirs(lm, batch) if beside == "lm-eval" else None
     ablates = {name: ABLATED[name](lm) for name in arms}
-    shared, whole = readings(lm, ablates.values())
+    shared, whole = readings(lm, ablates.values(), budget)
 
     def ways(ablated: HeadMask | HeadRule, asked: Sequence[Request]) -> dict[str, Callable[[], Answers]]:
-        other = (
-            partial(theirs.answer, asked, ablated) if theirs else partial(answers, lm, whole, ablated, asked, budget)
-        )
-        return {beside: other, "headscan": partial(answers, lm, shared, ablated, asked, budget)}
+        other = partial(theirs.answer, asked, ablated) if theirs else partial(answers, lm, whole, ablated, asked)
+        return {beside: other, "headscan": partial(answers, lm, shared, ablated, asked)}
 
     # The longest make the peak, and counting every tensor of all of them would take long.
     longest = sorted(requests, key=lambda request: -len(request.ids))[: 4 * _ANSWERS * batch]

@@ -19,9 +19,9 @@ import torch
 import headscan
 from headscan.ablation.intervention import Intervention
 from headscan.ablation.masks import HeadMask
+from headscan.engine.answer import AnsweringSettings, answer
 from headscan.engine.answering import request_chunks
-from headscan.engine.bundles import BundleItem, bundle_arms, bundle_size, possible_starts, start_of
-from headscan.engine.likelihood import LikelihoodItem
+from headscan.engine.bundles import bundle_passes, bundle_size, latest_start
 from headscan.models.loaded_model import LoadedModel
 from headscan.settings.evaluation_settings import TaskConfig
 from headscan.texts.continuation_task import DEMO_TASK, write_task
@@ -37,23 +37,19 @@ _EVERY = 6
 def table(lm: LoadedModel, arms: Sequence[Intervention | None], requests: tuple[Request, ...]) -> list[list[float]]:
     """Log-likelihoods under each arm, with shared layers."""
     found: dict[int, list[float]] = {}
-    possible = possible_starts(lm, arms)
-    for group in bundle_arms(arms, possible, bundle_size({}, 0)):
-        masks = tuple(arms[index] for index in group)
-        if len(group) == 1:
-            found[group[0]] = alone(lm, masks[0], requests)
-            continue
-        starts = tuple(start_of(mask, possible) for mask in masks)
-        item = BundleItem("table", requests, masks, starts, _BATCH_TOKENS, share_prefixes=True)
-        for index, result in zip(group, item.run(lm), strict=True):
-            found[index] = [answer.log_likelihood for answer in result.values]
+    settings = AnsweringSettings(_BATCH_TOKENS, share_prefixes=True)
+    starts = [None if arm is None else latest_start(arm) for arm in arms]
+    for group in bundle_passes(starts, bundle_size({}, 0)):
+        results = answer(lm, requests, [arms[index] for index in group], settings)
+        for index, result in zip(group, results, strict=True):
+            found[index] = [each.log_likelihood for each in result.values]
     return [found[index] for index in range(len(arms))]
 
 
 def alone(lm: LoadedModel, mask: Intervention | None, requests: tuple[Request, ...]) -> list[float]:
     """Log-likelihoods under one arm."""
-    item = LikelihoodItem("alone", requests, mask, _BATCH_TOKENS, share_prefixes=True)
-    return [answer.log_likelihood for answer in item.run(lm)[0].values]
+    [result] = answer(lm, requests, [mask], AnsweringSettings(_BATCH_TOKENS, share_prefixes=True))
+    return [each.log_likelihood for each in result.values]
 
 
 def main() -> None:

@@ -15,12 +15,10 @@ from headscan.cluster.placement_base import PlacementError
 from headscan.cluster.placements import PipelinePlacement, WholePlacement
 from headscan.cluster.pool import InProcessPool, StagingError, WorkError, open_pool
 from headscan.cluster.ray_pool import PipelinePool, RayPool
-from headscan.engine.staged_likelihood import answer_in_ranges
 from headscan.model_spec import ModelSpec
 from headscan.runs.model_identity import model_facts
 from headscan.store.store import Store
 from headscan.texts import Shard
-from headscan.texts.token_requests import answer_item
 from tests.cluster import tasks
 from tests.cluster.conftest import ray_nodes
 from tests.cluster.tasks import Job
@@ -70,7 +68,7 @@ def test_a_pipeline_gives_what_one_process_gives(family: str, stages: int, saved
         for index, rows in expected.items():
             assert_same_rows(found[index], rows)
         for name, ablated in ARMS.items():
-            theirs, ours = answers(answer_item, local, ablated), answers(answer_in_ranges, pool, ablated)
+            theirs, ours = answers(local, ablated), answers(pool, ablated)
             for one, other in zip(ours.values, theirs.values, strict=True):
                 assert one.log_likelihood == pytest.approx(other.log_likelihood, abs=1e-6, rel=1e-6), name
                 assert one.greedy_tokens == other.greedy_tokens, name

@@ -16,9 +16,9 @@ from headscan.catalog import MassWidths
 from headscan.engine.arms import BASELINE, Arm, distinct_arms, mask_arm, rule_arm
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite
-from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_windows import KvWindows
 from headscan.store.records import ArmKind
+from headscan.windows import KeptKeys, Window
 
 
 @dataclass(frozen=True)

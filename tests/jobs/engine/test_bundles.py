@@ -13,8 +13,16 @@ from torch import Tensor
 import headscan
 from headscan.ablation.intervention import Intervention
 from headscan.architectures import VOCABULARY
-from headscan.engine.bundles import FROM_TOKENS, BundleItem, Start, bundle_arms, bundle_size, possible_starts, start_of
-from headscan.engine.likelihood import LikelihoodItem, distinct_inputs
+from headscan.engine.bundles import (
+    FROM_TOKENS,
+    Start,
+    bundle_passes,
+    bundle_size,
+    bundled_likelihoods,
+    possible_starts,
+    start_of,
+)
+from headscan.engine.likelihood import distinct_inputs, likelihoods
 from headscan.layers.prefix_cache import shares_prefixes
 from headscan.sizing.model_sizes import LayerCache
 from headscan.texts.token_requests import LogLikelihood, Request, Responses
@@ -64,7 +72,7 @@ FEW = REQUESTS[::4]
 def scored(
     lm: headscan.LoadedModel, ablated: Intervention | None, share: bool, requests: tuple[Request, ...] = REQUESTS
 ) -> Responses[LogLikelihood]:
-    return LikelihoodItem("all", requests, ablated, BATCH_TOKENS, share).run(lm)[0]
+    return likelihoods(lm, requests, ablated, BATCH_TOKENS, share)
 
 
 def close(ours: Sequence[LogLikelihood], expected: Sequence[LogLikelihood]) -> bool:
@@ -114,7 +122,7 @@ def test_prefixes_of_several_questions_are_read_together(family: str, mask: head
         context = start + random.choices(range(5, VOCABULARY), k=length)
         requests += [Request((*context, *random.choices(range(5, VOCABULARY), k=3)), 3) for _ in range(4)]
     with tokens_read(lm) as passes:
-        shared = LikelihoodItem("all", tuple(requests), mask, 1000, True).run(lm)[0]
+        shared = likelihoods(lm, requests, mask, 1000, True)
     # The common beginning; four contexts, cut to the shortest; the longest; and the endings of both.
     assert sorted(passes) == sorted([70, 4 * 39, 89, 4 * 4 * (60 - 40 + 3), 4 * 3])
     with zeroed_by_hand(lm, mask.heads if mask else [], family):
@@ -162,7 +170,7 @@ def test_a_bundle_gives_every_mask_the_bits_that_it_has_alone(family: str, with_
     # The attention of bloom adds the residual, so it cannot be shared.
     assert max(starts) == Start(2, family != "bloom")
     requests = FEW if family in WHOLE else REQUESTS
-    together = BundleItem("all", requests, tuple(masks), starts, BATCH_TOKENS, share).run(lm)
+    together = bundled_likelihoods(lm, requests, masks, starts, BATCH_TOKENS, share)
     for mask, ours in zip(masks, together, strict=True):
         assert ours == scored(lm, mask, share, requests)
 
@@ -181,19 +189,23 @@ def test_a_bundle_runs_the_layers_below_its_masks_for_the_baseline_alone() -> No
     scored(lm, None, share=True)
     passes = counts[0]
     counts[:] = [0, 0, 0]
-    BundleItem("all", REQUESTS, masks, starts, BATCH_TOKENS, True).run(lm)
+    bundled_likelihoods(lm, REQUESTS, masks, starts, BATCH_TOKENS, True)
     found = 1  # one pass more finds the blocks
     # The second mask computes no attention, and its prefixes are the baseline's, since it changes no keys.
     assert counts == [passes + found, passes + found, 2 * passes + found]
     counts[:] = [0, 0, 0]
-    BundleItem("all", REQUESTS, masks[1:], starts[1:], BATCH_TOKENS, True).run(lm)
+    bundled_likelihoods(lm, REQUESTS, masks[1:], starts[1:], BATCH_TOKENS, True)
     assert counts == [passes, passes, 2 * passes]
 
 
 def test_a_bundle_that_does_not_fit_into_memory_is_answered_in_parts() -> None:
     lm = make_loaded("llama")
-    item = BundleItem("all", REQUESTS, tuple(ABOVE), (FROM_TOKENS, Start(2, False), Start(2, True)), BATCH_TOKENS, True)
-    expected = item.run(lm)
+    starts = (FROM_TOKENS, Start(2, False), Start(2, True))
+
+    def answered() -> list[Responses[LogLikelihood]]:
+        return bundled_likelihoods(lm, REQUESTS, ABOVE, starts, BATCH_TOKENS, True)
+
+    expected = answered()
     refused = []
 
     def allocate(_: torch.nn.Module, args: tuple[Tensor], kwargs: dict[str, Tensor]) -> None:
@@ -202,7 +214,7 @@ def test_a_bundle_that_does_not_fit_into_memory_is_answered_in_parts() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     lm.module("model.layers.2").register_forward_pre_hook(allocate, with_kwargs=True)
-    for ours, whole in zip(item.run(lm), expected, strict=True):
+    for ours, whole in zip(answered(), expected, strict=True):
         assert close(ours.values, whole.values)
     assert refused
 
@@ -232,6 +244,10 @@ def test_a_pass_starts_as_late_as_its_first_head_allows() -> None:
         assert start_of(ablated, possible) == FROM_TOKENS
 
 
+def bundles_of(arms: Sequence[Intervention | None], possible: frozenset[Start], size: int = 8) -> list[list[int]]:
+    return bundle_passes([None if arm is None else start_of(arm, possible) for arm in arms], size)
+
+
 #: Behind the attention of layer 2 alone.
 POSSIBLE = starts_at(*range(1, 10), behind=[2])
 
@@ -250,16 +266,16 @@ POSSIBLE = starts_at(*range(1, 10), behind=[2])
     ],
 )
 def test_arms_are_bundled_where_that_saves_layers(arms: list[Intervention | None], groups: list[list[int]]) -> None:
-    assert bundle_arms(arms, POSSIBLE) == groups
-    assert bundle_arms(arms, frozenset()) == [[index] for index in range(len(arms))]
+    assert bundles_of(arms, POSSIBLE) == groups
+    assert bundles_of(arms, frozenset()) == [[index] for index in range(len(arms))]
 
 
 def test_a_bundle_is_never_larger_than_eight_and_every_arm_is_in_one() -> None:
     arms = [None, *(mask_at(1 + n % 9) for n in range(30)), RULE]
-    groups = bundle_arms(arms, POSSIBLE)
+    groups = bundles_of(arms, POSSIBLE)
     assert sorted(index for group in groups for index in group) == list(range(32))
     assert max(map(len, groups)) == 8
-    assert max(map(len, bundle_arms(arms, POSSIBLE, 16))) == 16
+    assert max(map(len, bundles_of(arms, POSSIBLE, 16))) == 16
 
 
 def test_a_bundle_is_larger_where_prefixes_are_small() -> None:

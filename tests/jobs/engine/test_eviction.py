@@ -13,10 +13,10 @@ import headscan
 from headscan.ablation.intervention import Intervention
 from headscan.architectures import VOCABULARY
 from headscan.engine import eviction
-from headscan.engine.eviction import EvictionItem
-from headscan.engine.generation import GenerationItem
-from headscan.engine.likelihood import LikelihoodItem
-from headscan.engine.reading import PromptReading
+from headscan.engine.answer import AnsweringSettings, answer
+from headscan.engine.eviction import evicted_likelihoods
+from headscan.engine.generation import generated_texts
+from headscan.engine.likelihood import likelihoods
 from headscan.errors import MemoryLimitError
 from headscan.kv.kv_windows import KvEviction
 from headscan.model_spec import ModelSpec
@@ -48,7 +48,7 @@ def ablation(plan: HeadPlan, mode: PlanMode) -> Intervention:
 def evicted(
     lm: LoadedModel, plan: HeadPlan, requests: Sequence[Request], batch_tokens: int = 1000
 ) -> Responses[LogLikelihood]:
-    return EvictionItem("all", tuple(requests), ablation(plan, "decode"), batch_tokens).run(lm)[0]
+    return evicted_likelihoods(lm, requests, ablation(plan, "decode"), batch_tokens)
 
 
 def assert_close(found: Sequence[LogLikelihood], expected: Sequence[LogLikelihood], tolerance: float = 1e-4) -> None:
@@ -99,8 +99,8 @@ def test_a_request_keeps_its_own_context_next_to_another_of_the_same_tokens(lm: 
 
 def test_forward_answers_are_those_of_window_masks(lm: LoadedModel, plan: HeadPlan) -> None:
     expected = [forward_oracle(lm, plan, request) for request in REQUESTS]
-    for reading in (PromptReading(False), PromptReading(True), PromptReading(False, headscan_kernels=True)):
-        (found,) = reading.item("all", REQUESTS, [ablation(plan, "forward")], 200).run(lm)
+    for share, kernels in ((False, False), (True, False), (False, True)):
+        (found,) = answer(lm, REQUESTS, [ablation(plan, "forward")], AnsweringSettings(200, share, kernels))
         assert_close(found.values, expected)
     dropped, heads = 3, 18
     assert found.ablated_shares == pytest.approx([dropped / heads] * len(REQUESTS))
@@ -108,9 +108,9 @@ def test_forward_answers_are_those_of_window_masks(lm: LoadedModel, plan: HeadPl
 
 @pytest.mark.parametrize("mode", PLAN_MODES)
 def test_full_heads_give_the_baseline(lm: LoadedModel, model: PlannedModel, mode: PlanMode) -> None:
-    expected = LikelihoodItem("all", REQUESTS, None, 1000, False).run(lm)[0].values
-    for reading in (PromptReading(False), PromptReading(True)):
-        (found,) = reading.item("all", REQUESTS, [ablation(plan_for(model, 0), mode)], 1000).run(lm)
+    expected = likelihoods(lm, REQUESTS, None, 1000, False).values
+    for share in (False, True):
+        (found,) = answer(lm, REQUESTS, [ablation(plan_for(model, 0), mode)], AnsweringSettings(1000, share))
         assert_close(found.values, expected)
 
 
@@ -144,9 +144,9 @@ def test_architectures_without_plain_attention_evict_too(family: str) -> None:
     context = tokens(20, vocabulary=VOCABULARY)
     requests = [Request((*context, *tokens(6, seed, VOCABULARY)), 6) for seed in range(3)]
     plan = random_plan(lm, (NARROW,))
-    found = EvictionItem("all", tuple(requests), KvEviction(plan), 1000).run(lm)[0].values
+    found = evicted_likelihoods(lm, requests, KvEviction(plan), 1000).values
     assert_close(found, [decode_oracle(lm, plan, request) for request in requests], 1e-3)  # type: ignore[arg-type]
-    baseline = LikelihoodItem("all", tuple(requests), None, 1000, False).run(lm)[0].values
+    baseline = likelihoods(lm, requests, None, 1000, False).values
     assert all(abs(a.log_likelihood - b.log_likelihood) > 1e-2 for a, b in zip(found, baseline, strict=True))
     assert lm.model.config._attn_implementation == implementation
 
@@ -180,7 +180,7 @@ def test_texts_are_generated_from_what_a_plan_keeps(
 
     def texts(of: HeadPlan | None, batch_tokens: int) -> tuple[str, ...]:
         ablated = None if of is None else ablation(of, mode)
-        return GenerationItem("all", requests, ablated, batch_tokens).run(lm)[0].values
+        return generated_texts(lm, requests, ablated, batch_tokens).values
 
     expected = []
     for prompt in prompts:

@@ -19,7 +19,7 @@ from headscan.cluster.pool import InProcessPool
 from headscan.engine import generation
 from headscan.engine.answering import request_chunks
 from headscan.engine.arms import BASELINE, Arm
-from headscan.engine.generation import GenerationItem
+from headscan.engine.generation import generated_texts
 from headscan.grid import Head
 from headscan.model_spec import ModelSpec
 from headscan.runs.model_identity import identify
@@ -54,7 +54,7 @@ def written(
     ablated: Intervention | None = None,
     batch_tokens: int = 1000,
 ) -> Responses[str]:
-    return GenerationItem("all", tuple(requests), ablated, batch_tokens).run(lm)[0]
+    return generated_texts(lm, requests, ablated, batch_tokens)
 
 
 @torch.no_grad()

@@ -16,11 +16,11 @@ from headscan.cluster.placements import StreamedPlacement
 from headscan.cluster.pool import InProcessPool
 from headscan.cluster.streamed_pool import StreamedPool
 from headscan.engine import likelihood
+from headscan.engine.answer import AnsweringSettings, AnswerItem, answer_item
 from headscan.engine.arms import BASELINE, Arm
-from headscan.engine.generation import GenerationItem
-from headscan.engine.likelihood import LikelihoodItem
-from headscan.engine.shared_row_likelihood import SharedRowItem
-from headscan.engine.staged_likelihood import answer_in_ranges
+from headscan.engine.generation import generated_texts
+from headscan.engine.likelihood import likelihoods
+from headscan.engine.shared_row_likelihood import shared_row_likelihoods
 from headscan.measure.behaviour_probes import NeedlePrompt
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
@@ -113,23 +113,23 @@ def test_likelihoods_are_those_of_each_request_alone(
     lm: LoadedModel, ablated: headscan.HeadRule | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = requests()
-    item = LikelihoodItem("all", asked, ablated, 2000, True, rope=lm.rope_lengths)
     monkeypatch.setattr(token_batches, "_PASS_COST", {"cpu": 8})  # so that short prefixes are shared, too
     prefixes: list[int] = []
     read = likelihood.read_prefix
     monkeypatch.setattr(likelihood, "read_prefix", lambda *a: prefixes.extend(map(len, a[1])) or read(*a))
-    together = item.run(lm)[0]
+    together = likelihoods(lm, asked, ablated, 2000, True)
     assert prefixes == ([40] if ablated is None else [])
-    packed = SharedRowItem("all", asked, ablated, 2000).run(lm)[0]
+    packed = shared_row_likelihoods(lm, asked, ablated, 2000)
     with StreamedPool(ModelSpec(lm.source), STREAMED) as pool:
-        [done] = pool.map(answer_in_ranges, [item])
+        settings = AnsweringSettings(2000, False, rope=lm.rope_lengths)
+        [ranged] = pool.one(answer_item, AnswerItem("all", asked, (ablated,), settings))
     for index, request in enumerate(asked):
         if ablated is None:
             alone = naive_likelihood(lm, request)
         else:
             with headscan.intervene(lm, ablated):
                 alone = naive_likelihood(lm, request)
-        for found in (together, packed, done.value[0]):
+        for found in (together, packed, ranged):
             assert found.values[index].log_likelihood == pytest.approx(alone.log_likelihood, rel=1e-4, abs=1e-4)
 
 
@@ -137,8 +137,8 @@ def test_texts_are_those_of_each_prompt_alone(lm: LoadedModel) -> None:
     lm = replace(lm, tokenizer=make_tokenizer(300))
     prompts = [tokens(n, 7) for n in (20, 50, 57, 61, 64, 64, 70, 90)]
     asked = tuple(GenerationRequest(ids, (), 12, (("do_sample", False),)) for ids in prompts)
-    together = GenerationItem("all", asked, None, 4000).run(lm)[0]
-    alone = [GenerationItem("one", (each,), None, 4000).run(lm)[0].values[0] for each in asked]
+    together = generated_texts(lm, asked, None, 4000)
+    alone = [generated_texts(lm, (each,), None, 4000).values[0] for each in asked]
     assert list(together.values) == alone
 
 

@@ -15,18 +15,17 @@ import headscan
 from headscan.ablation.intervention import Intervention
 from headscan.ablation.rules import ScoredAblation
 from headscan.catalog import SCORES, STATISTICS, Score, statistics_for
-from headscan.engine.likelihood import LikelihoodItem
-from headscan.engine.reading import choose_reading
-from headscan.engine.shared_row_likelihood import RowPacker, SharedRowItem, can_share_rows_task
+from headscan.engine import answer as answers_of
+from headscan.engine.answer import AnsweringSettings, answer
+from headscan.engine.likelihood import likelihoods
+from headscan.engine.shared_row_likelihood import RowPacker, shared_row_likelihoods
 from headscan.errors import InterventionError
-from headscan.layers.shared_rows import SharedRow, SharedRowHooks
-from headscan.models.model_facts import UNVARYING
+from headscan.layers.shared_rows import SharedRow, SharedRowHooks, can_share_rows
 from headscan.statistics.registry import masks_read
 from headscan.texts.prefix_tree import prefix_tree
-from headscan.texts.token_requests import LogLikelihood, Request, Responses, answer_item
+from headscan.texts.token_requests import LogLikelihood, Request, Responses
 from tests.jobs.engine.test_bundles import BATCH_TOKENS, REQUESTS, close
 from tests.jobs.engine.test_prefix_tree import random_sequences
-from tests.loaded_pool import LoadedPool
 from tests.small_models import make_loaded
 from tests.test_docs import blocks
 from tests.test_readme import PAGES
@@ -63,32 +62,30 @@ class Tokens:
 def whole(
     lm: headscan.LoadedModel, ablated: Intervention | None, headscan_kernels: bool = False
 ) -> Responses[LogLikelihood]:
-    return LikelihoodItem("all", REQUESTS, ablated, BATCH_TOKENS, False, headscan_kernels).run(lm)[0]
+    return likelihoods(lm, REQUESTS, ablated, BATCH_TOKENS, False, headscan_kernels)
 
 
 def read_in_rows(lm: headscan.LoadedModel, ablated: Intervention | None) -> Responses[LogLikelihood]:
-    return SharedRowItem("all", REQUESTS, ablated, BATCH_TOKENS).run(lm)[0]
+    return shared_row_likelihoods(lm, REQUESTS, ablated, BATCH_TOKENS)
 
 
 @pytest.mark.parametrize("ablated", [*RULES, MASK, RANDOM, None], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3", "gpt2"])
 def test_shared_rows_give_the_answers_of_whole_inputs(family: str, ablated: Intervention | None) -> None:
     lm = make_loaded(family)
-    assert can_share_rows_task(lm, None)
+    assert can_share_rows(lm)
     expected, ours = whole(lm, ablated), read_in_rows(lm, ablated)
     assert close(ours.values, expected.values)
     assert ours.ablated_shares == pytest.approx(expected.ablated_shares)
 
 
-def test_an_ablation_of_one_s_own_shares_rows_as_a_rule_does() -> None:
+def test_an_ablation_of_one_s_own_shares_rows_as_a_rule_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """The class of the documentation, as an evaluation reads its arm."""
     lm, namespace = make_loaded("llama"), {"__name__": __name__}
     exec(blocks(PAGES["howto/own_ablation.md"], "python")[0], namespace)
     ablation: Any = namespace["LeastOfEachLayer"]
-    reading = choose_reading(LoadedPool(lm), "float32", UNVARYING, [None, ablation()], None, print)
-    item = reading.item("all", REQUESTS, [ablation()], BATCH_TOKENS)
-    assert isinstance(item, SharedRowItem)
-    expected, [ours] = whole(lm, ablation()), item.run(lm)
+    monkeypatch.setattr(answers_of, "likelihoods", None)  # only shared rows are left
+    expected, [ours] = whole(lm, ablation()), answer(lm, REQUESTS, [ablation()], AnsweringSettings(BATCH_TOKENS))
     assert close(ours.values, expected.values)
     assert set(ours.ablated_shares) == set(expected.ablated_shares) == {1 / lm.grid.shape[1]}
     assert whole(lm, None).values != expected.values
@@ -122,7 +119,7 @@ def test_sequences_that_part_early_are_few_tokens_more_than_whole_inputs(rule: h
 def test_in_half_precision_arms_round_as_arms_with_rules(family: str, dtype: torch.dtype) -> None:
     lm = make_loaded(family)
     lm.model.to(dtype)
-    assert can_share_rows_task(lm, None)
+    assert can_share_rows(lm)
     assert read_in_rows(lm, None).values == read_in_rows(lm, IDLE).values
     assert whole(lm, None, headscan_kernels=True).values == whole(lm, IDLE).values
     assert whole(lm, None).values != whole(lm, IDLE).values  # another kernel, which rounds otherwise
@@ -161,20 +158,12 @@ def test_a_long_prefix_of_many_short_endings_is_one_row_after_a_row_of_more_toke
             raise torch.OutOfMemoryError("out of memory")
 
     lm.model.get_input_embeddings().register_forward_pre_hook(narrow)
-    SharedRowItem("few long", requests_after(100, 2, 50), IDLE, BATCH_TOKENS).run(lm)
+    shared_row_likelihoods(lm, requests_after(100, 2, 50), IDLE, BATCH_TOKENS)
     assert max(row_tokens) == 200
     assert lm.limits["shared rows"].allows(199)
     row_tokens.clear()
-    SharedRowItem("many short", requests_after(100, 20, 4), IDLE, BATCH_TOKENS).run(lm)
+    shared_row_likelihoods(lm, requests_after(100, 20, 4), IDLE, BATCH_TOKENS)
     assert max(row_tokens) == row_tokens[-1] == 180
-
-
-def test_an_arm_of_the_pool_is_answered_in_shared_rows() -> None:
-    lm = make_loaded("llama")
-    item = SharedRowItem("rule", REQUESTS, RULES[0], BATCH_TOKENS)
-    [found] = answer_item(lm, item)
-    assert isinstance(found, Responses)
-    assert found.values == item.run(lm)[0].values
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -235,7 +224,7 @@ def test_rules_on_any_statistic_are_refused_or_measure_what_scans_do(
 ) -> None:
     """A rule on a score that nobody has declared yet ablates the heads that `collect` names, in shared rows too."""
     lm, added = make_loaded(family), add_score(monkeypatch, statistic, over)
-    assert can_share_rows_task(lm, None)
+    assert can_share_rows(lm)
     longest = sorted({request.ids for request in REQUESTS}, key=len)[-8:]
     lengths = torch.tensor([len(ids) for ids in longest])
     ids = torch.zeros(len(longest), int(lengths.max()), dtype=torch.long)

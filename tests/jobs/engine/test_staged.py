@@ -20,14 +20,14 @@ from headscan.catalog import MassWidths, panel_names
 from headscan.cluster.placements import StreamedPlacement
 from headscan.cluster.pool import InProcessPool, Pool, StagingError, WorkError
 from headscan.cluster.streamed_pool import StreamedPool
-from headscan.engine.likelihood import LikelihoodItem
-from headscan.engine.staged_likelihood import answer_in_ranges
+from headscan.engine.answer import AnsweringSettings, AnswerItem, answer_item
+from headscan.engine.replacements import collect_outputs
 from headscan.model_spec import ModelSpec
 from headscan.runs.model_identity import model_facts
 from headscan.steps.run_corpus import ShardTable
 from headscan.steps.run_scan import MeasureShard
 from headscan.texts import Shard, TokenSequence
-from headscan.texts.token_requests import LogLikelihood, Request, Responses, answer_item
+from headscan.texts.token_requests import LogLikelihood, Request, Responses
 from tests.jobs.conftest import THREADS
 from tests.small_models import make_model
 
@@ -107,8 +107,12 @@ def requests_of(count: int = 7) -> tuple[Request, ...]:
     return (*found, found[0]._replace(ids=(*found[0].ids[:-1], 6)))  # the same read, another answer
 
 
-def answers(task: Any, pool: Pool, ablated: Intervention | None) -> Responses[LogLikelihood]:
-    [result] = pool.one(task, LikelihoodItem("all", requests_of(), ablated, 80, False))
+def item_of(ablated: Intervention | None, headscan_kernels: bool = False) -> AnswerItem:
+    return AnswerItem("all", requests_of(), (ablated,), AnsweringSettings(80, False, headscan_kernels))
+
+
+def answers(pool: Pool, ablated: Intervention | None) -> Responses[LogLikelihood]:
+    [result] = pool.one(answer_item, item_of(ablated))
     return result
 
 
@@ -119,13 +123,12 @@ def answers(task: Any, pool: Pool, ablated: Intervention | None) -> Responses[Lo
 def test_likelihoods_of_all_kinds_of_arms_are_the_same(family: str, saved: Callable[[str], ModelSpec]) -> None:
     with InProcessPool(saved(family), THREADS) as local, StreamedPool(saved(family), FAMILIES[family]) as streamed:
         for name, ablated in ARMS.items():
-            expected = answers(answer_item, local, ablated)
-            for found in (answers(answer_in_ranges, streamed, ablated), answers(answer_in_ranges, local, ablated)):
-                assert len(found.values) == len(requests_of())
-                for ours, theirs in zip(found.values, expected.values, strict=True):
-                    assert ours.log_likelihood == pytest.approx(theirs.log_likelihood, abs=1e-6, rel=1e-6), name
-                    assert ours.greedy_tokens == theirs.greedy_tokens
-                assert found.ablated_shares == pytest.approx(expected.ablated_shares, abs=1e-12), name
+            expected, found = answers(local, ablated), answers(streamed, ablated)
+            assert len(found.values) == len(requests_of())
+            for ours, theirs in zip(found.values, expected.values, strict=True):
+                assert ours.log_likelihood == pytest.approx(theirs.log_likelihood, abs=1e-6, rel=1e-6), name
+                assert ours.greedy_tokens == theirs.greedy_tokens
+            assert found.ablated_shares == pytest.approx(expected.ablated_shares, abs=1e-12), name
             if ablated is not None:
                 assert 0 < sum(expected.ablated_shares) < len(requests_of()), name
 
@@ -137,8 +140,8 @@ def test_in_half_precision_ranges_round_as_arms_with_rules(family: str, saved: C
     with StreamedPool(spec, FAMILIES[family]) as streamed:
 
         def likelihoods(ablated: Intervention | None, headscan_kernels: bool) -> list[float]:
-            item = LikelihoodItem("all", requests_of(), ablated, 80, False, headscan_kernels)
-            return [answer.log_likelihood for answer in streamed.one(answer_in_ranges, item)[0].values]
+            [found] = streamed.one(answer_item, item_of(ablated, headscan_kernels))
+            return [answer.log_likelihood for answer in found.values]
 
         assert likelihoods(None, True) == likelihoods(idle, True)
         assert likelihoods(None, False) != likelihoods(idle, False)  # another kernel, which rounds otherwise
@@ -162,11 +165,11 @@ def test_a_number_that_is_none_is_named_by_its_layer(saved: Callable[[str], Mode
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", [MEASURE, answer_in_ranges])
+@pytest.mark.parametrize("task", [MEASURE, answer_item])
 def test_batches_without_enough_memory_are_halved(
     task: Any, saved: Callable[[str], ModelSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    item = SHARDS[0] if task is MEASURE else LikelihoodItem("all", requests_of(), ARMS["rule"], 80, False)
+    item = SHARDS[0] if task is MEASURE else item_of(ARMS["rule"])
     with InProcessPool(saved("llama"), THREADS) as local:
         expected = local.one(task, item)
     run, refused = type(task).run, []
@@ -178,7 +181,9 @@ def test_batches_without_enough_memory_are_halved(
         return run(self, lm, item, part)
 
     monkeypatch.setattr(type(task), "run", scarce)
-    for pool in (InProcessPool(saved("llama"), THREADS), StreamedPool(saved("llama"), PLACEMENT)):
+    # A whole model answers in the ways of `answer`, which have tests of their own.
+    whole = [InProcessPool(saved("llama"), THREADS)] if task is MEASURE else []
+    for pool in (*whole, StreamedPool(saved("llama"), PLACEMENT)):
         refused.clear()
         found = pool.one(task, item)
         assert refused
@@ -191,13 +196,13 @@ def test_batches_without_enough_memory_are_halved(
             assert found[0].ablated_shares == expected[0].ablated_shares
 
 
-def test_tasks_travel_and_generation_is_refused(saved: Callable[[str], ModelSpec]) -> None:
-    for task in (MEASURE, answer_in_ranges, model_facts):
+def test_tasks_travel_and_a_plain_function_is_refused(saved: Callable[[str], ModelSpec]) -> None:
+    for task in (MEASURE, answer_item, model_facts):
         assert type(pickle.loads(pickle.dumps(task))) is type(task)
     with (
         StreamedPool(saved("llama"), PLACEMENT) as pool,
         pytest.raises(
-            StagingError, match=r"answer item needs all layers of the model at once.*=whole` or `placement=sharded`"
+            StagingError, match=r"collect outputs needs all layers of the model at once.*=whole` or `placement=sharded`"
         ),
     ):
-        pool.one(answer_item, None)
+        pool.one(collect_outputs, None)

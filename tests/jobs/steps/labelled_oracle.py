@@ -18,13 +18,13 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassificati
 
 from headscan.architectures import ALL, ENCODERS, HEADS, LAYERS
 from headscan.cluster.pool import InProcessPool
+from headscan.engine.answer import AnswerItem
 from headscan.model_spec import ModelSpec
 from headscan.runs.model_identity import identify
 from headscan.runs.run_context import Run
 from headscan.settings.corpus_settings import ExamplesSpec, LabelledMetric
 from headscan.steps.run_labelled_ablate import LabelledEvaluateConfig
 from headscan.texts.labelled_texts import LabelledText, read_labelled
-from headscan.texts.token_requests import ScoringItem
 from tests.jobs.conftest import THREADS
 from tests.jobs.steps.labelled_models import LABELLED, TRANSLATED, save_classifier, save_translator, write_lines
 
@@ -126,7 +126,7 @@ def on_examples(job: Callable[..., Any], config: Any, run: Run) -> Any:
 class Refusing(InProcessPool):
     def map(self, task: Any, items: Any) -> Any:
         items = list(items)
-        assert not any(isinstance(item, ScoringItem) for item in items), "an arm runs again"
+        assert not any(isinstance(item, AnswerItem) for item in items), "an arm runs again"
         return super().map(task, items)
 
 

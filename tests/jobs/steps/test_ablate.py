@@ -19,6 +19,7 @@ from headscan.ablation.collect_outputs import head_means, head_samples
 from headscan.ablation.intervention import ZERO, Replacement
 from headscan.architectures import HEADS
 from headscan.cluster.pool import Finished, InProcessPool, Task
+from headscan.engine.answer import AnswerTask
 from headscan.engine.arms import BASELINE, mask_arm
 from headscan.errors import InterventionError, SequenceError
 from headscan.model_spec import ModelSpec
@@ -217,7 +218,7 @@ class _FailingPool(InProcessPool):
 
     def map(self, task: Task[Any, Any], items: Iterable[Any]) -> Iterator[Finished[Any, Any]]:
         for finished in super().map(task, items):
-            if getattr(task, "__name__", "") == "answer_item":
+            if isinstance(task, AnswerTask):
                 self.left -= 1
                 if self.left < 0:
                     raise KeyboardInterrupt

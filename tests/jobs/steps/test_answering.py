@@ -19,8 +19,9 @@ from headscan.cluster.placements import WholePlacement
 from headscan.cluster.pool import IncompleteError, InProcessPool
 from headscan.cluster.ray_pool import RayPool
 from headscan.engine import shared_row_likelihood
+from headscan.engine.answer import AnswerItem
 from headscan.engine.arms import BASELINE, Arm, mask_arm
-from headscan.engine.bundles import BUNDLE_SIZE, BundleItem
+from headscan.engine.bundles import BUNDLE_SIZE
 from headscan.errors import NotFiniteError, StoreFullError
 from headscan.layers.shared_rows import read_shared_row
 from headscan.model_spec import ModelSpec
@@ -28,7 +29,6 @@ from headscan.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from headscan.steps.run_evaluation import run_evaluation
 from headscan.store.records import ArmKind
 from headscan.store.store import Store
-from headscan.texts.token_requests import ScoringItem
 from tests.jobs.conftest import THREADS, make_tokenizer, run_on
 from tests.small_models import make_model
 from tests.stores import copy_store
@@ -53,10 +53,6 @@ class Interrupted(Exception):
     pass
 
 
-def arms_of(item: ScoringItem[Any]) -> int:
-    return len(item.interventions) if isinstance(item, BundleItem) else 1
-
-
 class CountingPool(InProcessPool):
     """Counts the items of each arm, and calls a function of the test before each item's answers."""
 
@@ -67,10 +63,10 @@ class CountingPool(InProcessPool):
 
     def map(self, task, items):  # type: ignore[no-untyped-def]
         for finished in super().map(task, items):
-            if isinstance(finished.item, ScoringItem):
+            if isinstance(finished.item, AnswerItem):
                 self._before(self.items)
                 self.items += 1
-                self.asked += arms_of(finished.item) * len(finished.item.requests)
+                self.asked += len(finished.item.changes) * len(finished.item.requests)
             yield finished
 
 
@@ -142,8 +138,8 @@ class LosingPool(CountingPool):
     def map(self, task, items):  # type: ignore[no-untyped-def]
         lost = []
         for finished in super().map(task, items):
-            if isinstance(finished.item, ScoringItem) and self.items == 4:
-                self.asked -= arms_of(finished.item) * len(finished.item.requests)
+            if isinstance(finished.item, AnswerItem) and self.items == 4:
+                self.asked -= len(finished.item.changes) * len(finished.item.requests)
                 lost.append(finished.item)
             else:
                 yield finished
@@ -260,8 +256,8 @@ class PacedPool(InProcessPool):
 
     def map(self, task, items):  # type: ignore[no-untyped-def]
         for finished in super().map(task, items):
-            if isinstance(finished.item, ScoringItem):
-                self.arms.append(arms_of(finished.item))
+            if isinstance(finished.item, AnswerItem):
+                self.arms.append(len(finished.item.changes))
             yield dataclasses.replace(finished, seconds=self._seconds)
 
 

@@ -13,7 +13,7 @@ from lm_eval.models.huggingface import HFLM
 import headscan
 from headscan.cluster.pool import InProcessPool
 from headscan.engine.arms import BASELINE, Arm, Intervention, criterion_masks, mask_arm, random_controls, rules_by_score
-from headscan.engine.likelihood import LikelihoodItem
+from headscan.engine.likelihood import likelihoods
 from headscan.errors import HeadIndexError, HeadscanError, InterventionError, StoreError
 from headscan.model_spec import ModelSpec
 from headscan.runs.head_orders import find_run
@@ -60,7 +60,7 @@ def collected(spec: ModelSpec, pairs: list[tuple[str, str]]) -> tuple[HeadscanLM
 def answered(
     lm: headscan.LoadedModel, found: tuple[Request, ...], ablated: Intervention | None, batch_tokens: int, share: bool
 ) -> Responses[LogLikelihood]:
-    return LikelihoodItem("all", found, ablated, batch_tokens, share).run(lm)[0]
+    return likelihoods(lm, found, ablated, batch_tokens, share)
 
 
 @pytest.mark.parametrize("share", [True, False])

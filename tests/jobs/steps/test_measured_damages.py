@@ -15,7 +15,7 @@ from headscan.architectures import VOCABULARY
 from headscan.cluster.placements import StreamedPlacement
 from headscan.cluster.pool import InProcessPool
 from headscan.cluster.streamed_pool import StreamedPool
-from headscan.engine.prompt_losses import ALL_KEYS, PromptPool, Prompts, starts_under_windows
+from headscan.engine.prompt_losses import ALL_KEYS, PromptPool, Prompts
 from headscan.errors import HeadscanError, NotFiniteError, SequenceError
 from headscan.kv.kv_damage import kv_damages_by_sequence, window_candidates
 from headscan.kv.kv_windows import KvWindows
@@ -82,11 +82,10 @@ def test_passes_that_go_on_from_another_sets_give_the_same_losses(spec: ModelSpe
     ]
     assert [kept.differs(base) for kept in sets] == [2, 1, 1, 0, 0]
     with InProcessPool(spec, THREADS) as pool:
-        starts = starts_under_windows(pool)
         ran: list[int] = []
 
         def losses(asked: Sequence[KeptKeys], base: KeptKeys = ALL_KEYS) -> np.ndarray:
-            return PromptPool(pool, 128, starts=starts).losses(requests, asked, base)[0]
+            return PromptPool(pool, 128).losses(requests, asked, base)[0]
 
         def watch(lm: LoadedModel, _: None) -> None:
             for layer in range(3):

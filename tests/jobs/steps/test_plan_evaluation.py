@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ import pytest
 from headscan.cli.main import main
 from headscan.cluster.placements import StreamedPlacement
 from headscan.cluster.pool import InProcessPool, StagingError, open_pool
+from headscan.engine import answer
 from headscan.engine.arms import BASELINE, Arm
-from headscan.engine.eviction import EvictionItem
 from headscan.errors import UnsupportedModelError
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
@@ -158,16 +159,16 @@ def test_a_stopped_evaluation_resumes_with_the_same_rows(
     arms = [BASELINE, *plan_arms(plan, ["decode"], 0)]
     asked = config(spec, task_folder)
     run_evaluation(asked, run_on(pool, store), arms)
-    run, calls = EvictionItem.run, []
+    run, calls = answer.evicted_likelihoods, []
 
-    def stopped(self: EvictionItem, lm: LoadedModel) -> Any:
-        calls.append(self.name)
+    def stopped(lm: LoadedModel, requests: Sequence[Request], *given: Any) -> Any:
+        calls.append(requests)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return run(self, lm)
+        return run(lm, requests, *given)
 
     broken = Store(tmp_path / "broken.duckdb")
-    monkeypatch.setattr(EvictionItem, "run", stopped)
+    monkeypatch.setattr(answer, "evicted_likelihoods", stopped)
     with pytest.raises(KeyboardInterrupt):
         run_evaluation(asked, run_on(pool, broken), arms)
     before = len(calls)

@@ -27,7 +27,7 @@ from tests.stores import copy_store
 SMALL = replace(MEASURED, sequences=2)
 
 #: Tasks whose items are kept.
-MEASURING = ("measure_damages", "measure_needs", "answer_item")
+MEASURING = ("measure_damages", "measure_needs", "AnswerTask")
 
 
 class Stopped(Exception):
@@ -42,14 +42,15 @@ class CountingPool(InProcessPool):
         self.most, self.measured = most, list[Any]()
 
     def map(self, task, items):  # type: ignore[no-untyped-def]
-        if getattr(task, "__name__", "") not in MEASURING:
+        name = getattr(task, "__name__", type(task).__name__)
+        if name not in MEASURING:
             yield from super().map(task, items)
             return
         for item in items:
             if len(self.measured) == self.most:
                 raise Stopped
             for done in super().map(task, [item]):
-                self.measured.append((task.__name__, vars(item)))
+                self.measured.append((name, vars(item)))
                 yield done
 
 
@@ -101,7 +102,7 @@ def test_a_finished_plan_is_not_measured_again_and_other_budgets_share_its_damag
     other, measured = made(store, count=1)
     alone, _ = made(None, count=1)
     assert other.to_json() == alone.to_json()
-    assert {name for name, _ in measured} == {"answer_item"}
+    assert {name for name, _ in measured} == {"AnswerTask"}
     (run,) = Store(store).runs("plan")
     assert run["status"] == "finished"
 
