@@ -4,8 +4,8 @@ Each function takes the settings of its verb, chooses a placement, opens the sto
 ``run_VERB(settings, run)``; the verb calls the function, too. Importance, ablation and referee have a second function
 for labelled examples, which calls ``run_labelled_VERB``. Verbs that read a store or a plan only have no function here.
 
-Every function raises `HeadscanError`, or an error derived from it, if a setting, a file or the model does not fit. What
-was stored before stays, and the same call again resumes.
+Every function raises ``HeadscanError``, or an error derived from it, if a setting, a file or the model does not fit.
+What was stored before stays, and the same call again resumes.
 
 The import lets idle threads of torch sleep, if torch was not imported before (`headscan.cluster`).
 
