@@ -115,13 +115,12 @@ def answer_arms(
     writer = _ResponseWriter(store, responses)
     with Progress(title, len(arms) * requests_of_arm, "requests") as progress:
         progress.skip(sum(map(len, responses.values())))
-        unanswered = {arm_id: arm for arm_id, arm in arms.items() if len(responses[arm_id]) < requests_of_arm}
+        # Those of finished arms are freed, because a sweep has hundreds of arms.
         for arm_id in arms:
-            if arm_id not in unanswered:
-                yield arm_id, responses[arm_id]
-                responses[arm_id].clear()  # a sweep has hundreds of arms
+            if len(responses[arm_id]) == requests_of_arm:
+                yield arm_id, responses.pop(arm_id)
         try:
-            schedule = _Schedule(unanswered, responses, chunks, settings)
+            schedule = _Schedule(arms, responses, chunks, settings)
             notes = {""}
             for finished in pool.map(answer_item, schedule.pool_items()):
                 arm_ids, chunk = schedule.take_finished(finished)
@@ -137,8 +136,7 @@ def answer_arms(
                         writer.add(arm_id, chunk)
                     else:
                         writer.drop(arm_id)  # a finished arm is stored as a whole
-                        yield arm_id, responses[arm_id]
-                        responses[arm_id].clear()
+                        yield arm_id, responses.pop(arm_id)
                 writer.write(at_least_after=_SECONDS_BETWEEN_WRITES)
         except BaseException:
             with suppress(StoreError):  # the first error is the one to report
@@ -152,6 +150,8 @@ class _Schedule:
     `BUNDLE_SIZE` arms share one only if they are fast: at 2 ms for a token of one arm, 10 masks answer a chunk of 1,000
     tokens together. Slow models keep bundles of `BUNDLE_SIZE`, because smaller ones would run the shared layers more
     often.
+
+    An arm without an entry in ``responses`` is finished.
     """
 
     def __init__(
@@ -169,11 +169,12 @@ class _Schedule:
         """Yield the items: each chunk for each bundle of arms, or for a part of it, that lacks its answers. Arms are
         bundled if their passes could share layers; the replica decides whether they do.
         """
-        arm_ids, changes = list(self._arms), [arm.intervention for arm in self._arms.values()]
+        arm_ids = [arm_id for arm_id in self._arms if arm_id in self._responses]
+        changes = [self._arms[arm_id].intervention for arm_id in arm_ids]
         starts = [None if change is None else latest_start(change) for change in changes]
         for bundle in bundle_passes(starts, self._settings.bundle_size):
             for chunk in self._chunks:
-                unanswered = [arm_ids[index] for index in bundle if not self._has_answered(arm_ids[index], chunk)]
+                unanswered = [arm_ids[index] for index in bundle if self._lacks(arm_ids[index], chunk)]
                 while unanswered:
                     most_arms = self._most_arms(chunk)
                     item_ids, unanswered = unanswered[:most_arms], unanswered[most_arms:]
@@ -187,8 +188,10 @@ class _Schedule:
                     self._in_flight[item.name] = item_ids, chunk
                     yield item
 
-    def _has_answered(self, arm_id: str, chunk: RequestChunk) -> bool:
-        return all(key in self._responses[arm_id] for key in chunk.hashes)
+    def _lacks(self, arm_id: str, chunk: RequestChunk) -> bool:
+        """Return True if an arm that is not finished has not answered a chunk."""
+        responses = self._responses.get(arm_id)
+        return responses is not None and any(key not in responses for key in chunk.hashes)
 
     def take_finished(self, finished: Finished[AnswerItem, Any]) -> tuple[list[str], RequestChunk]:
         """Return the ids of the arms and the requests of a finished item, whose time counts for the next bundles."""

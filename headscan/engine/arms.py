@@ -59,6 +59,7 @@ class Arm:
                 " `intervention`"
             )
         if isinstance(self.intervention, Ablation) and "replacement_texts" not in dict(self.details):
+            # Where no texts are named, the outputs themselves identify what replaces those of ablated heads.
             own = ArmReplacement.of(self.intervention.replacement).details
             object.__setattr__(self, "details", (*self.details, *own))
 
