@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from json import loads
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK
@@ -173,7 +174,8 @@ class Plan(OptionalModelVerb, RunVerb):
         plan = self._measured() if self.method == "measured" else self._from_store()
         plan.save(self.out)
         facts = {"file": self.out, "model": plan.model.name, "budget": plan.budget, "notes": plan.notes}
-        return Result(plan.heads, lambda: "\n".join([*plan.summary(), f"written to {self.out}"]), facts)
+        rows = loads(plan.to_json())["heads"]
+        return Result(rows, lambda: "\n".join([*plan.summary(), f"written to {self.out}"]), facts)
 
     @property
     def _granularity(self) -> Literal["kv_head", "layer"]:
