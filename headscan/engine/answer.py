@@ -195,18 +195,12 @@ def _prefixes(lm: LoadedModel, settings: AnsweringSettings) -> tuple[bool, bool,
     if settings.share_prefixes is False:
         return False, kernels, ""
     if kernels and settings.share_prefixes is None:
-        return (
-            False,
-            kernels,
-            f"prompts are read whole: in {lm.dtype} all arms need the same kernels, and this model cannot share rows",
-        )
-    if not _known(lm, "prefixes can be continued", shares_prefixes):
-        return (
-            False,
-            kernels,
-            "prompts are read whole: continuing from a cached prefix changes the hidden states of this model",
-        )
-    return True, False, ""
+        reason = f"in {lm.dtype} all arms need the same kernels, and this model cannot share rows"
+    elif not _known(lm, "prefixes can be continued", shares_prefixes):
+        reason = "continuing from a cached prefix changes the hidden states of this model"
+    else:
+        return True, False, ""
+    return False, kernels, f"prompts are read whole: {reason}"
 
 
 def _known(lm: LoadedModel, what: str, check: Callable[[LoadedModel], bool]) -> bool:
