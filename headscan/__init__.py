@@ -12,9 +12,9 @@ registers pruned models with transformers, which has no entry point for model ty
 until a program imports transformers, and then removes itself.
 
 At the top of the package, `loading` loads a model by its `model_spec`, and `grid` names its heads. `catalog` declares
-statistics, scores and criteria. `options` describes settings to the command line, `errors` holds the errors of users,
-`long_work` keeps the numbers of long jobs, `text_tables` writes tables for a terminal, and `architectures` holds small
-random models for tests.
+statistics, scores and criteria. `windows` says which keys a KV cache keeps. `options` describes settings to the command
+line, `errors` holds the errors of users, `long_work` keeps the numbers of long jobs, `text_tables` writes tables for a
+terminal, and `architectures` holds small random models for tests.
 
 The folders: `models`, `checkpoints` and `sizing` (a model, its files, its costs); `attention`, `statistics` and
 `measure` (statistics of heads); `ablation` and `layers` (heads ablated, parts of a model run); `gradients` and `gates`

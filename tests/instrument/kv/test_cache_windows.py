@@ -12,7 +12,7 @@ from headscan.kv import kv_windows, window_keys
 from headscan.kv.kv_windows import windowed
 from headscan.kv.padded_masks import MaskReader
 from headscan.kv.window_keys import grouped_attention, seen_by_window, windowed_output
-from headscan.windows import DROPPED, HeadGroup, Window
+from headscan.windows import DROPPED, Window
 
 
 def explicit(call: ScoredCall, seen_BHNS: torch.Tensor) -> torch.Tensor:
@@ -42,9 +42,7 @@ def test_windows_equal_an_explicit_softmax(seed: int) -> None:
     N = S if seed % 3 else int(torch.randint(1, S + 1, ()))
     kinds = [None, DROPPED, Window(int(torch.randint(0, 9, ())), int(torch.randint(1, 60, ()))), Window(1, 1)]
     of_head = [kinds[int(torch.randint(0, 4, ()))] for _ in range(K)]
-    groups = tuple(
-        HeadGroup(tuple(k for k in range(K) if of_head[k] == kind), kind) for kind in kinds if kind in of_head
-    )
+    groups = tuple((tuple(k for k in range(K) if of_head[k] == kind), kind) for kind in kinds if kind in of_head)
     call = ScoredCall(
         torch.randn(B, K * G, N, D),
         torch.randn(B, K, S, D),
@@ -74,7 +72,7 @@ def test_the_heads_of_a_group_are_selected_without_copying_lists(order: tuple[in
     made = []
     tensor = torch.tensor
     call = ScoredCall(torch.randn(1, 6, 9, 4), torch.randn(1, 3, 9, 4), torch.randn(1, 3, 9, 4), 0.5, causal=True)
-    groups = (HeadGroup(order[:2], None), HeadGroup(order[2:], Window(1, 3)))
+    groups = ((order[:2], None), (order[2:], Window(1, 3)))
     monkeypatch.setattr(torch, "tensor", lambda *a, **k: made.append(a) or tensor(*a, **k))
     first = windowed(call, groups, MaskReader())
     assert len(made) == (0 if order == (0, 1, 2) else 2)  # the indices of KV heads and of query heads

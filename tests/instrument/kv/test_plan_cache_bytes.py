@@ -50,7 +50,9 @@ def test_bytes_are_those_of_the_plan(tokens: int) -> None:
         for at in range(3)
     )
     model = PlannedModel("llama", None, None, None, 3, "float32", layers)
-    assert cache.nbytes == 2 * sum(layer_bytes(model, plan.heads, tokens).values())  # type: ignore[arg-type]
+    windows = {(head.layer, head.kv_head): None for head in plan.heads}
+    windows |= {(layer, kv_head): window for layer, kv_head, window in plan.kept.windows}
+    assert cache.nbytes == 2 * sum(layer_bytes(model, windows, tokens).values())
 
 
 def test_allocated_bytes_are_those_of_the_plan() -> None:

@@ -165,7 +165,7 @@ def check(found: Tensor, expected: Tensor, name: str) -> None:
 def test_single_tokens(name: str, dtype: torch.dtype, operators: Operators, device: torch.device) -> None:
     run = Decoding(GROUPS[name], device, dtype)
     outs = [run.step(30), run.step(1)]  # the first call of a kernel is checked, which waits
-    kept = sum(group.window != DROPPED for group in run.groups)
+    kept = sum(window != DROPPED for _, window in run.groups)
     for _ in range(280):
         operators.names.clear()
         with no_waits(device), operators:
@@ -202,7 +202,7 @@ def test_rows_with_padding(name: str, operators: Operators, device: torch.device
         return (seen | padding)[:, None]
 
     outs = [run.step(30, mask(30)), run.step(1, mask(1))]
-    kept = sum(group.window != DROPPED for group in run.groups)
+    kept = sum(window != DROPPED for _, window in run.groups)
     for _ in range(50):
         seen = mask(1)
         operators.names.clear()

@@ -179,9 +179,9 @@ def explicit_full_prefill(lm: LoadedModel, plan: Any, ids: torch.Tensor, prompt:
         groups = kept.groups(site.layer, site.num_key_value_heads)
         out = windowed(call, groups, MaskReader())
         whole = call.output()
-        for group in groups:
-            if group.window is not None and group.window.width:
-                for k in group.kv_heads:
+        for kv_heads, window in groups:
+            if window is not None and window.width:
+                for k in kv_heads:
                     heads = [head for head, kv_head in enumerate(site.kv_head_of) if kv_head == k]
                     out[:, heads, :prompt] = whole[:, heads, :prompt]
         return out
