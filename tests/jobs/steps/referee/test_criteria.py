@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +13,9 @@ from headscan.steps.prune.calibration_texts import CalibrationTexts
 from headscan.steps.referee.run_referee import FAMILY_CHOICES, ChoiceJob, choose_heads, families
 from tests.instrument.pruning.texts import random_texts
 from tests.small_models import make_loaded
+from tests.sources import ROOT
 
-REFEREE = (Path(__file__).parents[3] / "docs" / "referee.md").read_text(encoding="utf-8")
+REFEREE = (ROOT / "docs" / "referee.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("family", families(CRITERIA))
