@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headscan.ablation.intervention import ZERO, Ablation, Intervention, LayerwiseAblation, Replacement
-from headscan.ablation.masks import HeadMask, RandomHeads
+from headscan.ablation.masks import HeadMask, RandomHeads, SiteMask
 from headscan.ablation.rules import HeadRule
 from headscan.catalog import SCORES, MassWidths
 from headscan.engine.replacements import ZERO_REPLACEMENT, ArmReplacement
@@ -85,7 +85,11 @@ class Arm:
 
     @property
     def stored_mask(self) -> tuple[str, tuple[Head, ...]]:
-        """The site and the heads of the arm's mask in the store; without heads none is stored."""
+        """The site and the heads of the arm's mask in the store. Without heads none is stored; heads of several sites
+        are in the settings alone.
+        """
+        if isinstance(self.intervention, SiteMask):
+            return self.intervention.sites[0] if len(self.intervention.sites) == 1 else ("", ())
         return "self", self.fixed_heads or self.removed
 
     @property

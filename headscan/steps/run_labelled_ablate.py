@@ -19,9 +19,9 @@ from headscan.ablation.masks import SiteMask
 from headscan.cluster.pool import refuse_staged
 from headscan.engine.answer import AnsweringSettings
 from headscan.engine.answering import RequestChunk
-from headscan.engine.arms import Arm
+from headscan.engine.arms import BASELINE, Arm
 from headscan.errors import InterventionError
-from headscan.grid import Head, HeadGrid
+from headscan.grid import HeadGrid
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Count, Limits, check_limits
 from headscan.runs.model_identity import ModelIdentity, fingerprint
@@ -39,31 +39,16 @@ from headscan.texts.token_requests import LogLikelihood
 from headscan.verdicts.head_effects import bleu, record_effects
 
 
-@dataclass(frozen=True)
-class SiteArm(Arm):
-    """An arm on labelled examples, which may ablate heads of several sites; the baseline has no ablation."""
-
-    intervention: SiteMask | None = None
-
-    @property
-    def stored_mask(self) -> tuple[str, tuple[Head, ...]]:
-        """The site and the heads of its mask in the store; heads of several sites are in the settings alone."""
-        sites = () if self.intervention is None else self.intervention.sites
-        return sites[0] if len(sites) == 1 else ("", ())
-
-    @property
-    def settings(self) -> dict[str, object]:
-        sites = () if self.intervention is None else self.intervention.sites
-        return {**dict(self.details), "sites": {site: [list(head) for head in heads] for site, heads in sites}}
+def site_arm(name: str, mask: SiteMask, settings: Mapping[str, object]) -> Arm:
+    """Return an arm that ablates heads of several sites; ``settings`` are further JSON data that identify it."""
+    sites = {site: [list(head) for head in heads] for site, heads in mask.sites}
+    return Arm(name, ArmKind.MASK, mask, details=(*settings.items(), ("sites", sites)))
 
 
-WITHOUT_ABLATION = SiteArm("baseline", ArmKind.BASELINE)
-
-
-def single_arms(grid: HeadGrid, mode: str) -> list[SiteArm]:
+def single_arms(grid: HeadGrid, mode: str) -> list[Arm]:
     """Return an arm for each head of every site, see `ablated_sets`."""
     return [
-        SiteArm(f"{kind} {place}", ArmKind.MASK, SiteMask({kind: heads}), details=tuple(settings.items()))
+        site_arm(f"{kind} {place}", SiteMask({kind: heads}), settings)
         for kind in grid.kinds
         for place, heads, settings in ablated_sets(grid.at(kind), mode)
     ]
@@ -219,7 +204,7 @@ def _level(metric: str, numbers: np.ndarray) -> float:
     return float(bleu(total)) if metric == BLEU else float(-total[0] / total[1])
 
 
-def answer_labelled(questions: LabelledQuestions, run: Run, run_id: str, arms: Sequence[SiteArm]) -> None:
+def answer_labelled(questions: LabelledQuestions, run: Run, run_id: str, arms: Sequence[Arm]) -> None:
     """Answer the examples with every arm of a run that has begun, and finish the run."""
     refuse_staged(run.pool, "an answer to a labelled example")
     arm_run = ArmRun(run, run_id, arms, judges_arms=False)
@@ -232,7 +217,7 @@ def answer_labelled(questions: LabelledQuestions, run: Run, run_id: str, arms: S
 def run_labelled_ablate(config: LabelledAblateConfig, run: Run, *, texts: LabelledTexts) -> AblateResult:
     """Measure the effect of every head of every site, record the table in the store, and return it."""
     questions = LabelledQuestions(config.judging, texts, texts.texts)
-    arms = [WITHOUT_ABLATION, *(arm for mode in config.modes for arm in single_arms(run.facts.grid, mode))]
+    arms = [BASELINE, *(arm for mode in config.modes for arm in single_arms(run.facts.grid, mode))]
     run.say(f"{len(arms)} arms: the baseline and {len(arms) - 1} sets of heads, on {len(texts.texts)} examples")
     with run.in_progress(questions.record(run), arms=[arm.name for arm in arms]) as state:
         answer_labelled(questions, run, state.run_id, arms)

@@ -22,6 +22,7 @@ from headscan.ablation.intervention import intervene
 from headscan.ablation.masks import HeadMask, SiteMask
 from headscan.catalog import EFFECT, IMPORTANCES, RANDOM, head_count
 from headscan.cluster.pool import Pool
+from headscan.engine.arms import BASELINE, Arm
 from headscan.errors import InterventionError, NotFiniteError, unknown_name
 from headscan.gradients.losses import Loss
 from headscan.grid import Head, HeadGrid
@@ -34,14 +35,7 @@ from headscan.runs.model_identity import fingerprint
 from headscan.runs.run_context import Run
 from headscan.settings.corpus_settings import ExamplesSpec
 from headscan.settings.evaluation_settings import DEFAULT_SITE_CRITERIA, SITE_CRITERIA, CriteriaComparison
-from headscan.steps.run_labelled_ablate import (
-    WITHOUT_ABLATION,
-    LabelledEvaluateConfig,
-    LabelledQuestions,
-    SiteArm,
-    answer_labelled,
-)
-from headscan.store.records import ArmKind
+from headscan.steps.run_labelled_ablate import LabelledEvaluateConfig, LabelledQuestions, answer_labelled, site_arm
 from headscan.store.store import Store
 from headscan.texts.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.verdicts.criterion_points import ALL_SITES, SitePoint, read_site_points
@@ -189,16 +183,18 @@ def run_labelled_referee(config: LabelledRefereeConfig, run: Run, *, texts: Labe
         f"{', '.join(config.criteria)}: {len(names) + 1} arms on {len(judging)} examples; {len(ranking)} examples order"
         " the heads"
     )
-    with run.in_progress(questions.record(run), arms=[WITHOUT_ABLATION.name, *names]) as state:
+    with run.in_progress(questions.record(run), arms=[BASELINE.name, *names]) as state:
         arms = _arms(curves, config, run, item, _stored_heads(run.store, state.run_id))
-        answer_labelled(questions, run, state.run_id, [WITHOUT_ABLATION, *arms])
+        answer_labelled(questions, run, state.run_id, [BASELINE, *arms])
     points = read_site_points(run.store, state.run_id)
     shown = [point for point in points if _arm_name(*point.curve, point.site, point.share) in names]
     return LabelledRefereeResult(state.run_id, shown)
 
 
 def _stored_heads(store: Store, run_id: str) -> dict[str, tuple[SiteHead, ...]]:
-    rows = store.query("SELECT name, config -> '$.sites' AS sites FROM arms WHERE run_id = ?", [run_id]).to_pylist()
+    rows = store.query(
+        "SELECT name, config -> '$.sites' AS sites FROM arms WHERE run_id = ? AND kind = 'mask'", [run_id]
+    ).to_pylist()
     return {
         row["name"]: tuple((site, Head(*head)) for site, heads in json.loads(row["sites"]).items() for head in heads)
         for row in rows
@@ -233,9 +229,9 @@ class _Curve:
 
         return sorted(self.heads, key=value)
 
-    def arm(self, share: float, heads: Sequence[SiteHead]) -> SiteArm:
-        details = (("criterion", self.criterion), ("seed", self.seed), ("curve", self.site), ("share", share))
-        return SiteArm(self.name(share), ArmKind.MASK, _mask(heads), details=details)
+    def arm(self, share: float, heads: Sequence[SiteHead]) -> Arm:
+        settings = {"criterion": self.criterion, "seed": self.seed, "curve": self.site, "share": share}
+        return site_arm(self.name(share), _mask(heads), settings)
 
 
 def _mask(heads: Sequence[SiteHead]) -> SiteMask:
@@ -266,7 +262,7 @@ def _arms(
     run: Run,
     item: ValuesItem,
     stored: Mapping[str, tuple[SiteHead, ...]],
-) -> list[SiteArm]:
+) -> list[Arm]:
     """Return the arms of all curves, by growing share; the heads of stored arms stay as they are."""
     shares = sorted(config.compared.shares)
     missing = {curve.criterion for curve in curves for share in shares if curve.name(share) not in stored}
@@ -275,7 +271,7 @@ def _arms(
     if names:
         run.say(f"measuring {', '.join(names)}")
         values = site_values(run.pool, replace(item, names=names))
-    arms: dict[float, list[SiteArm]] = {share: [] for share in shares}
+    arms: dict[float, list[Arm]] = {share: [] for share in shares}
     for curve in curves:
         removed: tuple[SiteHead, ...] = ()
         for share in shares:
