@@ -404,7 +404,8 @@ class ChosenArms:
         if self.plans:
             from headscan.plans import check_is_plan, load_plan
 
-            plans = (load_plan(plan) if isinstance(plan, str | os.PathLike) else plan for plan in self.plans)
+            given: tuple[Any, ...] = self.plans
+            plans = (load_plan(plan) if isinstance(plan, str | os.PathLike) else plan for plan in given)
             object.__setattr__(self, "plans", tuple(plans))
             for plan in self.plans:
                 check_is_plan(plan)
