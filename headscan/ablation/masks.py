@@ -146,7 +146,7 @@ class SiteMask(Ablation):
         except (TypeError, ValueError):
             named = {}
             check_type("sites", sites, Mapping, "heads by site, such as {'encoder': [(3, 5)]}", InterventionError)
-        masks = ((site, heads_of_any(heads)) for site, heads in named.items())
+        masks = ((site, heads_of_any(heads)) for site, heads in sorted(named.items()))
         object.__setattr__(self, "sites", tuple((site, heads) for site, heads in masks if heads))
 
     @property

@@ -405,7 +405,7 @@ class ChosenArms:
             from headscan.plans import check_is_plan, load_plan
 
             given: tuple[Any, ...] = self.plans  # plans, or paths of plan files
-            plans = (load_plan(plan) if isinstance(plan, str | os.PathLike) else plan for plan in given)
+            plans = (load_plan(os.fspath(plan)) if isinstance(plan, str | os.PathLike) else plan for plan in given)
             object.__setattr__(self, "plans", tuple(plans))
             for plan in self.plans:
                 check_is_plan(plan)

@@ -100,7 +100,7 @@ def test_plans_of_models_with_other_caches(tmp_path: Path, corpus_folder: Path) 
     for family in ("gemma4", "gptj"):
         assert plan_of(family, tmp_path / family, corpus_folder) == 0
     gemma4, gptj = (json.loads((tmp_path / family / "plan.json").read_text()) for family in ("gemma4", "gptj"))
-    assert {head["layer"] for head in gemma4["heads"] if head["action"] == "window"} == {1}
+    assert {head["layer"] for head in gemma4["heads"] if head["window"]} == {1}
     assert any("the cache of layer 1 is also read by layer 2" in note for note in gemma4["notes"])
     # Layer 0: 19 tokens of 2 heads of 12 + 12 numbers; layer 1: 2 heads of 16 + 16; layer 2: none.
     (long, *_), (other, *_) = (plan["budget"]["lengths"] for plan in (gemma4, gptj))

@@ -12,7 +12,7 @@ import pytest
 import headscan
 from headscan.ablation.masks import HeadMask
 from headscan.demo import MODEL_FOLDER
-from headscan.engine.likelihood import LikelihoodItem
+from headscan.engine.answer import AnsweringSettings, answer
 from headscan.settings.evaluation_settings import RecallQuestions
 from headscan.texts.recall_tasks import RecallQuestion, grade, recall_questions
 
@@ -22,8 +22,8 @@ def correct(
 ) -> dict[str, float]:
     """Mean grade (0 to 1) of each family."""
     requests = tuple(request for question in questions for request in question.requests)
-    item = LikelihoodItem("recall", requests, mask, batch_tokens=4096, share_prefixes=True)
-    answers = iter(item.run(lm)[0].values)
+    (responses,) = answer(lm, requests, [mask], AnsweringSettings(4096, share_prefixes=True))
+    answers = iter(responses.values)
     grades = defaultdict(list)
     for question in questions:
         row = grade(question, [next(answers) for _ in question.requests])

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from headscan.engine.reading import need_headscan_kernels
 from safetensors.torch import load_file, save_file
 
 from headscan.cluster.pool import InProcessPool
+from headscan.engine.answer import need_headscan_kernels
 from headscan.engine.arms import Arm
 from headscan.kv.kv_windows import KvEviction, KvWindows
 from headscan.model_spec import ModelSpec

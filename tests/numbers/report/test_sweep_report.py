@@ -236,7 +236,7 @@ def test_the_report_of_a_sweep(sweep: tuple[Store, str, str], tmp_path: Path) ->
     folded = html[html.index("<details>") : html.index("</details>")]
     assert f"All {2 * len(SHARES) * (len(NAMES) + SEEDS)} arms" in folded
     assert "rule first_token_weight 5%" in folded and "Verdicts" in folded
-    assert re.search(r"removes most heads: .{4,60}, with every smaller tested share passing; random heads", html)
+    assert re.search(r"removes most heads: .{4,60}, with every smaller tested share safe, too; random heads", html)
     assert "are not corrected for comparing 14 of them" in html
 
 
