@@ -115,7 +115,11 @@ class Window:
 
     def sized(self, block: int | None, chunk: int | None) -> Window:
         """Return the window in the blocks and chunks of an engine; None is 1. `DROPPED` stays as it is."""
-        return replace(self, block=block or 1, chunk=chunk or 1) if self.recent else self
+        return (
+            replace(self, block=1 if block is None else block, chunk=1 if chunk is None else chunk)
+            if self.recent
+            else self
+        )
 
     @property
     def key(self) -> tuple[int, ...]:
