@@ -210,7 +210,7 @@ def plans_by_budget(
     run_probe(ProbeConfig(run.model, ("retrieval_score",), config.corpus), run)
     unsearched = run_plan(replace(config, confirm=False), run, WindowHeads(counts[0]))
     candidates = [head for head in unsearched.heads if head.score is not None]
-    estimated = [(head.layer, head.kv_head) for head in sorted(candidates, key=lambda head: head.score)]
+    estimated = [(head.layer, head.kv_head) for head in sorted(candidates, key=lambda head: head.keep_score)]
     for count in counts:
         budget, start = WindowHeads(count), time.perf_counter()
         measured = run_plan(config, run, budget)
