@@ -130,7 +130,7 @@ class SiteMask(Ablation):
     become zero. A record of it stays empty, because its shape is that of one site.
 
     Attributes:
-        sites: Pairs of a site and its ``(layer, head)`` pairs; sites without heads are left out.
+        sites: Pairs of a site and its ``(layer, head)`` pairs, by name; sites without heads are left out.
 
     Raises:
         HeadIndexError: A pair is not two integers.

@@ -101,8 +101,9 @@ def test_a_mask_of_several_sites_is_one_mask_at_each(family: str) -> None:
     lm, ids = make_loaded(family), ids_of(2, 30)
     heads = {"encoder": [(1, 2), (0, 1)], "self": [], "cross": [(2, 0)]}
     mask = headscan.SiteMask(heads)
-    assert mask.sites == (("encoder", ((0, 1), (1, 2))), ("cross", ((2, 0),)))
-    assert mask.fixed and mask.fixed_heads == ((0, 1), (1, 2), (2, 0)) and mask.kind == "zero"
+    assert mask.sites == (("cross", ((2, 0),)), ("encoder", ((0, 1), (1, 2))))
+    assert mask == headscan.SiteMask({"cross": [(2, 0)], "encoder": [(0, 1), (1, 2)]})
+    assert mask.fixed and mask.fixed_heads == ((2, 0), (0, 1), (1, 2)) and mask.kind == "zero"
     plain = logits_of(lm, ids)
     with (
         headscan.intervene(lm.at("encoder"), headscan.HeadMask(heads["encoder"])),
