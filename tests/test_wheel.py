@@ -72,7 +72,11 @@ def test_a_type_checker_outside_of_the_checkout_finds_the_types(tmp_path: Path) 
     venv.create(tmp_path / "environment", symlinks=True)
     install = ["--no-deps", "--no-build-isolation", "--quiet", "--disable-pip-version-check", "--editable", str(ROOT)]
     python = str(tmp_path / "environment/bin/python")
+    (packages,) = (tmp_path / "environment/lib").glob("python*/site-packages")
+    builder = packages / "builder.pth"  # lends setuptools to the installation alone
+    builder.write_text(f"{sysconfig.get_path('purelib')}\n")
     subprocess.run([sys.executable, "-m", "pip", "--python", python, "install", *install], check=True)
+    builder.unlink()
     own = tmp_path / "own.py"
     own.write_text("import headscan\n\nheadscan.HeadMask(3)\n")
     check = [sys.executable, "-m", "mypy", "--python-executable", python, "--ignore-missing-imports", "own.py"]
