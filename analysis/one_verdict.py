@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import headscan
-from headscan.jobs import ArmKind, ArmVerdict
+from headscan import ArmKind, ArmVerdict
 from headscan.store.records import ArmRecord
 from headscan.texts import held_out_files, make_questions
 from headscan.verdicts.paired import QuestionClusters, paired_difference

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from headscan.checkpoints.source_folder import locate
+from headscan.checkpoints.source_folder import DEMO_FOLDER, check_folder, locate
 from headscan.errors import ModelLoadError
 from headscan.options import Option, check_limits
 
@@ -21,7 +21,14 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 class ModelSpec:
     """The arguments of `headscan.load`, except for the device; ``demo`` becomes the folder of the bundled model."""
 
-    source: str
+    source: Annotated[
+        str,
+        Option(
+            "folder saved by transformers, name on the hub, GGUF file, `smollm2`, or `demo` for the bundled model",
+            flag="MODEL",
+            parse=check_folder,
+        ),
+    ]
     dtype: Annotated[str, Option("dtype of the weights; auto keeps the saved one", choices=DTYPES)] = "auto"
     revision: Annotated[str | None, Option("branch, tag or commit on the hub (default: main)")] = None
     trust_remote_code: Annotated[bool, Option("permission to run Python code from the model's files")] = False
@@ -33,6 +40,17 @@ class ModelSpec:
     def __post_init__(self) -> None:
         check_limits(self, ModelLoadError)
         object.__setattr__(self, "source", locate(os.fspath(self.source)))
+
+    @property
+    def is_demo(self) -> bool:
+        """True for the bundled model."""
+        return self.source == str(DEMO_FOLDER)
+
+    def in_full_precision(self) -> ModelSpec:
+        """Return the model; the bundled one in float32, because half precision is slower on most CPUs, and rounds
+        repairs.
+        """
+        return replace(self, dtype="float32") if self.is_demo and self.dtype == "auto" else self
 
     def config(self) -> PreTrainedConfig:
         """Load the configuration, without the weights."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from math import isfinite
 from numbers import Integral, Real
+from os import PathLike
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -105,6 +106,10 @@ class Needs:
     of: tuple[str, ...] = ()
 
 
+#: Condition of options of tasks and texts, which labelled examples replace.
+NO_DATA = Needs(key="data.path", absent=True)
+
+
 @dataclass(frozen=True)
 class Option(Limits):
     """The command-line option of a field.
@@ -145,15 +150,23 @@ class Option(Limits):
     needs: tuple[Needs, ...] = ()
 
 
+#: Attention that is named on the command line.
+Site = Annotated[Literal["self", "encoder", "cross", "merged"], Option("attention of the layer")]
+
+
 @dataclass(frozen=True)
 class Group:
     """A settings class inside another one, as a titled group of the help page; without a title, part of the group
     around. Its options without an ``only`` of their own have that of the group, and all have its ``needs``.
+
+    Attributes:
+        switch: Option of a group whose settings may be None: ``--no-NAME`` gives None.
     """
 
     title: str = ""
     only: tuple[str, ...] = ()
     needs: tuple[Needs, ...] = ()
+    switch: Option | None = None
 
 
 @dataclass(frozen=True)
@@ -194,6 +207,8 @@ def field_type(hint: Any) -> FieldType:
         kind = get_args(kind)[0]
     if get_origin(kind) is Literal:
         return FieldType(str, many, optional, get_args(kind))
+    if len(get_args(hint)) > 1 + optional and get_origin(hint) in (Union, UnionType):
+        return FieldType(str, many, optional, None)  # one of several types
     # `issubclass` also finds classes such as int that an abstract class registers.
     cls = kind if isinstance(kind, type) and (is_dataclass(kind) or ABC in kind.__mro__) else None
     return FieldType(kind if kind in (int, float, str, bool) else str, many, optional, None, cls)
@@ -213,7 +228,8 @@ def _checked(cls: Any) -> tuple[tuple[str, FieldType, Limits | None], ...]:
 
 
 def check_limits(settings: Any, error: type[HeadscanError]) -> None:
-    """Check the fields of settings, and turn lists into tuples, because settings are compared and hashed.
+    """Check the fields of settings. Turn lists into tuples, because settings are compared and hashed, and a text or a
+    path into the settings of its field: ``corpus="texts/"`` becomes ``CorpusSpec("texts/")``.
 
     Raise ``error`` if a number breaks its `Limits` or those of its `Option`, or is no number, if a bool is neither True
     nor False, if a value is none of the choices of its `Literal` or `Option`, if a tuple is something else, such as one
@@ -225,6 +241,9 @@ def check_limits(settings: Any, error: type[HeadscanError]) -> None:
         given = getattr(settings, name)
         if given is None and kind.optional:
             continue
+        if isinstance(given, str | PathLike) and not kind.many and kind.cls is not None and is_dataclass(kind.cls):
+            given = kind.cls(given)
+            object.__setattr__(settings, name, given)
         if kind.many and not isinstance(given, (tuple, list)):
             raise error(f"`{name}={given!r}` is no tuple. Change `{name}`")
         if isinstance(given, list):

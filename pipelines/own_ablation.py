@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import headscan
-from headscan import jobs  # before torch, whose threads then wait asleep
 from headscan.texts import held_out_files, write_task
 
 if TYPE_CHECKING:
@@ -57,7 +56,8 @@ folder.mkdir(parents=True, exist_ok=True)
 task = write_task(folder / "task", held_out_files(), 30, name="which_passage")
 ablation = LeastOfEachLayer()
 share = 1 / lm.grid.shape[1]
-arm = jobs.Arm(ablation.label, jobs.ArmKind.RULE, ablation, ablation.score, share, selection="least of each layer")
-config = jobs.EvaluateConfig(jobs.ModelSpec("demo"), jobs.TaskConfig(("which_passage",), str(task)), recall=None)
-arms = [arm, *jobs.random_controls(lm.grid, [arm], 3)]
-print(jobs.evaluate(config, folder / "heads.duckdb", arms))
+kind = headscan.ArmKind.RULE
+arm = headscan.Arm(ablation.label, kind, ablation, ablation.score, share, selection="least of each layer")
+arms = [arm, *headscan.random_controls(lm.grid, [arm], 3)]
+tasks = headscan.TaskConfig(("which_passage",), str(task))
+print(headscan.Evaluate(model="demo", tasks=tasks, recall=None, arms=arms).run(folder / "heads.duckdb"))

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 import headscan
-from headscan import jobs
 from headscan.plans import write_pattern
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "headscan-results")
@@ -21,16 +20,17 @@ folder.mkdir(parents=True, exist_ok=True)
 
 # 1. How much loss does a window of 4 first and 60 last tokens add, for each KV head? Half of the heads get it.
 # With recall_prompts=8, the default, it is measured on copying and needles, too.
-config = jobs.PlanConfig(
-    jobs.ModelSpec("demo", dtype="float32"),
-    jobs.CorpusSpec("python-stdlib-heldout", limit_documents=8),
-    recents=(60,),
+plan = headscan.Plan(
+    model=headscan.ModelSpec("demo", dtype="float32"),
+    method="measured",
+    corpus=headscan.CorpusSpec("python-stdlib-heldout", limit_documents=8),
+    recent=(60,),
+    window_share=0.5,
     max_tokens=192,
     sequences=8,
     recall_prompts=0,
-)
-plan = jobs.plan(config, folder / "s.duckdb", jobs.WindowShare(0.5))
-plan.save(folder / "head_plan.json")
+    out=folder / "head_plan.json",
+).run(folder / "s.duckdb")
 write_pattern(plan, folder / "duoattention", "duoattention")
 print("\n".join(plan.summary()))
 

@@ -28,6 +28,7 @@ from headscan.catalog import MassWidths
 from headscan.cluster.placements import WholePlacement
 from headscan.cluster.pool import InProcessPool
 from headscan.engine.prompt_losses import ALL_KEYS, PromptPool, Prompts, recall_prompts, text_prompts
+from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
 from headscan.plans import (
     HeadPlan,
@@ -42,11 +43,10 @@ from headscan.plans import (
 from headscan.runs.model_identity import fingerprint
 from headscan.runs.progress import Progress
 from headscan.runs.run_context import Run
-from headscan.settings.measure_settings import ProbeConfig, ScanConfig
-from headscan.settings.saving_settings import PlanConfig
+from headscan.steps.plan import Plan
+from headscan.steps.probe import Probe
 from headscan.steps.run_plan import model_to_plan, run_plan
-from headscan.steps.run_probe import run_probe
-from headscan.steps.run_scan import run_scan
+from headscan.steps.scan import Scan
 from headscan.store.store import Store
 from headscan.text_tables import text_table
 from headscan.texts import CorpusSpec, TokenConfig
@@ -84,21 +84,21 @@ class PlanLoss:
 def main() -> None:
     options = _options()
     spec = ModelSpec(options.model, "float32")
-    config = PlanConfig(
+    config = Plan(
         spec,
-        CorpusSpec(options.corpus),
+        method="measured",
+        corpus=CorpusSpec(options.corpus),
         sink=options.sink,
-        recents=(options.recent,),
+        recent=(options.recent,),
         max_tokens=options.tokens,
         sequences=options.sequences,
         recall_prompts=options.recall_prompts,
-        batch_tokens=2048,
     )
     with (
         InProcessPool(spec, WholePlacement(1, options.device, options.threads)) as pool,
         tempfile.TemporaryDirectory() as folder,
     ):
-        run = Run(spec, Store(options.store or Path(folder) / "s.duckdb"), lambda _: pool)
+        run = Run(spec, Store(options.store or Path(folder) / "s.duckdb"), lambda _: pool, batch_tokens=2048)
         rows = losses_of_plans(run, config, options)
     print("\n" + text_table([_cells(row) for row in rows]))
     if options.json is not None:
@@ -117,7 +117,7 @@ def _cells(row: PlanLoss) -> dict[str, object]:
     }
 
 
-def losses_of_plans(run: Run, config: PlanConfig, options: argparse.Namespace) -> list[PlanLoss]:
+def losses_of_plans(run: Run, config: Plan, options: argparse.Namespace) -> list[PlanLoss]:
     """Return the loss of each plan on unseen texts and prompts, by number of windows."""
     counts = options.windows
     if options.by_layer:
@@ -135,7 +135,7 @@ def losses_of_plans(run: Run, config: PlanConfig, options: argparse.Namespace) -
         )
         total = len(sets) * len(prompts.requests)
         with run.resumable_numbers(record) as known, Progress(f"plans on {prompts.name}", total, "prompts") as progress:
-            pool = PromptPool(run.pool, config.batch_tokens, known=known, progress=progress)
+            pool = PromptPool(run.pool, run.batch_tokens, known=known, progress=progress)
             nats, _ = pool.losses(prompts.requests, sets)
         lost = iter(nats[1:] - nats[:1])
         for count, named in plans.items():
@@ -193,21 +193,17 @@ def _options() -> argparse.Namespace:
 
 
 def plans_by_budget(
-    run: Run, config: PlanConfig, counts: Sequence[int], *, by_layer: bool = False
+    run: Run, config: Plan, counts: Sequence[int], *, by_layer: bool = False
 ) -> dict[int, dict[str, KeptKeys]]:
     """Return the windows of each method by number of windows; all methods read the same texts."""
-    (recent,) = config.recents
-    window = Window(config.sink, recent)
+    (window,) = config.windows
     # Distant mass needs a sink of one key; its plans get the same windows as all others.
-    sink = max(config.sink, 1)
-    assert config.max_tokens is not None
-    tokens = TokenConfig(
-        config.max_tokens, "chunk", min_tokens=config.sink + recent + 1, limit_sequences=config.sequences
-    )
+    sink, recent = max(window.sink, 1), window.recent
+    tokens = TokenConfig(config.max_tokens, "chunk", min_tokens=window.covers + 1, limit_sequences=config.sequences)
     found: dict[int, dict[str, KeptKeys]] = {}
-    settings = ScanConfig(run.model, config.corpus, tokens, widths=MassWidths(sink, recent), batch_tokens=2048)
-    run_scan(settings, run)
-    run_probe(ProbeConfig(run.model, ("retrieval_score",), config.corpus), run)
+    assert config.corpus is not None
+    Scan(run.model, config.corpus, tokens, widths=MassWidths(sink, recent)).execute(run)
+    Probe(run.model, ("retrieval_score",), config.corpus, BehaviourProbe(lengths=(512,))).execute(run)
     unsearched = run_plan(replace(config, confirm=False), run, WindowHeads(counts[0]))
     candidates = [head for head in unsearched.heads if head.score is not None]
     estimated = [(head.layer, head.kv_head) for head in sorted(candidates, key=lambda head: head.keep_score)]
@@ -220,7 +216,7 @@ def plans_by_budget(
         plans = {MEASURED: measured, **by_score, "random, seed 0": random_plan(measured, 0)}
         if by_layer:
             start = time.perf_counter()
-            layers = run_plan(replace(config, granularity="layer"), run, budget)
+            layers = run_plan(replace(config, unit="layer"), run, budget)
             run.say(f"{count} windows, by layer: {time.perf_counter() - start:.0f} s; {layers.notes[0]}")
             plans |= {f"{MEASURED} by layer": layers, "random by layer, seed 0": random_plan(layers, 0)}
             of_layers = make_plan(run.store, None, method=_LAYER_SCORE, granularity="layer", **options)
@@ -237,7 +233,7 @@ def whole_layers(model: PlannedModel, count: int) -> int:
     return len(allocate(random_scores(model, 0, granularity="layer"), WindowHeads(count)).window_heads)
 
 
-def judged_prompts(run: Run, config: PlanConfig, options: argparse.Namespace) -> list[Prompts]:
+def judged_prompts(run: Run, config: Plan, options: argparse.Namespace) -> list[Prompts]:
     """Return the unseen texts of each corpus, and unseen recall prompts."""
     width = config.windows[-1].width
     texts = [

@@ -13,24 +13,21 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import headscan
-from headscan import jobs
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "headscan-results")
 out = folder / "smaller"
 shutil.rmtree(out, ignore_errors=True)
 
 # 1. Choose a fifth of the heads, repair what is left, and save. `headscan prune` also gives a verdict.
-config = jobs.PruneConfig(
-    evaluation=jobs.EvaluateConfig(jobs.ModelSpec("demo", dtype="float32"), jobs.TaskConfig(), recall=None),
-    out=out,
-    budgets=(jobs.ShareBudget(0.2),),
-    texts=jobs.PruneTexts(
-        jobs.CorpusSpec("python-stdlib-modules"), jobs.CorpusSpec("python-stdlib-heldout"), sequences=24, max_tokens=128
-    ),
+pruning = headscan.Prune(
+    model="demo",
+    share=0.2,
+    texts=headscan.PruneTexts(sequences=24, max_tokens=128),
     timing=None,
     skip_verdict=True,
+    out=out,
 )
-(built,) = jobs.prune(config, folder / "prune.duckdb").models
+(built,) = pruning.run(folder / "prune.duckdb").models
 
 # 2. The folder loads in headscan and, after `import headscan`, in transformers.
 before, after = headscan.load("demo", device="cpu", dtype="float32"), headscan.load(built.folder, device="cpu")

@@ -9,16 +9,15 @@ import sys
 from pathlib import Path
 
 import headscan
-from headscan import jobs
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "headscan-results")
 folder.mkdir(parents=True, exist_ok=True)
 store = folder / "scan.duckdb"
 
 # 1. One row of statistics per sequence, layer and head. The same call again resumes.
-corpus = jobs.CorpusSpec("python-stdlib-heldout", limit_documents=8)
-config = jobs.ScanConfig(jobs.ModelSpec("demo"), corpus, jobs.TokenConfig(256, mode="chunk", limit_sequences=64))
-jobs.scan(config, store)
+corpus = headscan.CorpusSpec("python-stdlib-heldout", limit_documents=8)
+tokens = headscan.TokenConfig(256, mode="chunk", limit_sequences=64)
+headscan.Scan(model="demo", corpus=corpus, tokens=tokens).run(store)
 
 # 2. SQL, as relations: .df() and .pl() give frames.
 tables = headscan.open_store(store)

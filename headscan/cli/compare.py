@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from headscan.catalog import SCORES
 from headscan.cli.option_parser import UsageError
-from headscan.cli.results import Json, Result
 from headscan.cli.verb_base import StoreVerb
-from headscan.options import Group, Option
-from headscan.settings.measure_settings import Site
+from headscan.options import Group, Option, Site
+from headscan.steps.results import Json, Result
 from headscan.text_tables import say
 
 if TYPE_CHECKING:

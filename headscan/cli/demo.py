@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from headscan.cli.results import Json, Result
-from headscan.cli.study import study_result
-from headscan.cli.verb_base import DEMO_CORPUS, Devices
-from headscan.cluster.placement_base import PlacementRequest, Timeouts
+from headscan.cli.verb_base import quiet_libraries
 from headscan.model_spec import ModelSpec
 from headscan.options import Option
-from headscan.settings.corpus_settings import CorpusSpec
+from headscan.settings.corpus_settings import DEMO_CORPUS, CorpusSpec
 from headscan.settings.evaluation_settings import ResumeAnyway
-from headscan.study.study_config import StudyConfig
+from headscan.steps.results import Json, Result
+from headscan.study.study_step import Study
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +33,13 @@ class Demo:
     resumes = True
 
     def run(self) -> Result:
-        return study_result(
-            self.study(), Devices(request=PlacementRequest(), timeouts=Timeouts()), resume_anyway=self.resume_anyway
-        )
+        quiet_libraries()
+        answer = self.study().run(resume_anyway=self.resume_anyway)
+        return Result([answer.as_dict()], lambda: str(answer), {"out": self.out})
 
-    def study(self) -> StudyConfig:
+    def study(self) -> Study:
         """Return the settings of the study. Modules of the training data measure; those that judge are unseen."""
-        return StudyConfig(
+        return Study(
             ModelSpec("demo", "float32"),
             CorpusSpec("python-stdlib-modules"),
             judge=CorpusSpec(DEMO_CORPUS),

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from headscan.checkpoints.source_folder import check_folder
-from headscan.cli.option_parser import Given, check_used
-from headscan.cli.results import Json, Result
+from headscan.cli.option_parser import check_used
 from headscan.cli.verb_base import StoreOptions, StoreVerb, quiet_libraries
-from headscan.export.formats import EXPORT_FORMATS, OF_MODEL, OF_STORE, ExportConfig, run_export
-from headscan.model_spec import ModelSpec
-from headscan.options import Group, Option
+from headscan.export.formats import OF_STORE, ExportConfig, run_export
+from headscan.options import Group
+from headscan.steps.results import Json, Result
 from headscan.text_tables import text_table
 
 if TYPE_CHECKING:
@@ -35,42 +33,20 @@ class Export(StoreVerb):
     of duoattention with kvpress.
     """
 
-    format: Annotated[
-        str,
-        Option(
-            "; ".join(f"{name}: {each.help}" for name, each in EXPORT_FORMATS.items()),
-            flag="format",
-            choices=tuple(EXPORT_FORMATS),
-        ),
-    ]
-    model: Annotated[
-        str | None,
-        Option(
-            f"model of {' or '.join(OF_MODEL)}: folder, GGUF file, name on the hub, `demo` or `smollm2`",
-            flag="MODEL",
-            parse=check_folder,
-            only=OF_MODEL,
-        ),
-    ] = None
-    settings: Annotated[Given[ExportConfig], Group()]
+    settings: Annotated[ExportConfig, Group()]
     json: Json = False
-    loading: Annotated[Given[ModelSpec], Group("model", OF_MODEL)]
     store: Annotated[StoreOptions, Group(only=OF_STORE)]
 
     def __post_init__(self) -> None:
-        self._config()
-        check_used(self, self.format, self.format)
+        check_used(self, self.settings.format, self.settings.format)
 
     def run(self) -> Result:
-        config = self._config()
+        config = self.settings
         if config.model is not None:
             quiet_libraries()
-        done = run_export(config, self.store.open() if self.format in OF_STORE else None)
+        done = run_export(config, self.store.open() if config.format in OF_STORE else None)
         lines = [*_size_lines(done.sizes), *done.lines]
         return Result([*done.sizes, *done.rows], lambda: "\n".join(lines), done.facts)
-
-    def _config(self) -> ExportConfig:
-        return self.settings.build(self.format, model=None if self.model is None else self.loading.build(self.model))
 
 
 def _size_lines(sizes: Sequence[HeldSize]) -> list[str]:

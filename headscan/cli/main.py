@@ -12,10 +12,11 @@ from importlib import import_module, metadata
 from typing import Any
 
 from headscan.cli.option_parser import Parser, UsageError, add_options, read_settings, with_flags
+from headscan.cli.verb_base import check_inputs, step_verb
 from headscan.errors import HeadscanError
 from headscan.text_tables import printable
 
-#: The verbs by group, in the order in which a user needs them. A verb is a file of this folder and its class.
+#: The verbs by group, in the order in which a user needs them: a step, or a file of this folder and its class.
 _GROUPS = {
     "start": ("demo", "study", "models", "place", "completion"),
     "measure": ("scan", "probe", "importance", "gates"),
@@ -24,10 +25,22 @@ _GROUPS = {
     "deliver": ("prune", "plan", "generate", "export"),
 }
 VERBS = tuple(verb for group in _GROUPS.values() for verb in group)
+#: Modules of the verbs that are steps.
+_STEPS = {
+    **{
+        verb: f"headscan.steps.{verb}"
+        for verb in ("scan", "probe", "importance", "gates", "evaluate", "sweep", "ablate", "plan", "generate")
+    },
+    "referee": "headscan.steps.referee.referee_step",
+    "prune": "headscan.steps.prune.prune_step",
+    "study": "headscan.study.study_step",
+}
 
 
 def verb_class(verb: str) -> type:
     """Return the class of a verb; only its file is imported."""
+    if verb in _STEPS:
+        return step_verb(getattr(import_module(_STEPS[verb]), verb.capitalize()))
     cls: type = getattr(import_module(f"headscan.cli.{verb}"), verb.capitalize())
     return cls
 
@@ -136,8 +149,6 @@ def _surroundings() -> list[str]:
 
 
 def _run(verb: Any) -> None:
-    from headscan.cli.verb_base import check_inputs
-
     check_inputs(verb)
     as_json = getattr(verb, "json", False)
     if as_json:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-from headscan.cli.results import Json, Result
 from headscan.cli.verb_base import StoreOptions
 from headscan.options import Option
+from headscan.steps.results import Json, Result
 from headscan.text_tables import say
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from headscan.cli.results import Json, Result
-from headscan.cli.verb_base import OptionalModelVerb, quiet_libraries
+from headscan.checkpoints.source_folder import portable_source
+from headscan.cli.verb_base import quiet_libraries
 from headscan.cluster.placement_base import device_name
-from headscan.options import Option
+from headscan.model_spec import ModelSpec
+from headscan.options import Group, Option
+from headscan.steps.results import Json, Result
 
 if TYPE_CHECKING:
     from headscan.architectures import Family
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Models(OptionalModelVerb):
+class Models:
     """list the architectures that can be measured, or the attention of one model
 
         headscan models
@@ -27,6 +29,7 @@ class Models(OptionalModelVerb):
     model with the installed transformers.
     """
 
+    model: Annotated[ModelSpec | None, Group("model")] = None
     json: Json = False
     device: Annotated[str, Option("device for MODEL: auto, cpu, cuda or cuda:N", parse=device_name)] = "auto"
 
@@ -36,9 +39,12 @@ class Models(OptionalModelVerb):
         from headscan.loading import load_spec
 
         quiet_libraries()
-        rows = _known() if self.model is None else _sites(load_spec(self.spec(), self.device))
+        rows = _known() if self.model is None else _sites(load_spec(self.model, self.device))
         held = None if self.model is not None else sum(row["fast"] != "refused" for row in rows)
-        facts = {"model": self.model, "transformers": transformers.__version__}
+        facts = {
+            "model": None if self.model is None else portable_source(self.model.source),
+            "transformers": transformers.__version__,
+        }
         return Result(rows, lambda: _models_text(rows, held), facts)
 
 

@@ -11,7 +11,7 @@ options, fields with a `Group` are settings classes whose options are shown toge
         \"\"\"
 
         limit: Annotated[int, Option("number of texts", least=1)] = 500
-        tokens: Annotated[Given[TokenConfig], Group("sequences")]
+        tokens: Annotated[TokenConfig, Group("sequences")]
 
         def run(self) -> Result: ...
 
@@ -19,10 +19,8 @@ A class attribute `common` names the options of the short help page; `--help all
 stand in a file, too (`--config-file`).
 
 `headscan.cli.main` lists the verbs. `int`, `float`, `str`, `bool`, a `Literal`, a tuple of these and each of
-them `| None` are read from text; an `Option` narrows the values or has a function of its own. A field
-``Annotated[Given[TaskConfig], Group()]`` shows the options of `TaskConfig`. Its value holds the given options; the verb
-calls `Given.build` with the remaining fields to get the `TaskConfig`. `__post_init__` raises `UsageError`
-if options do not go together; `changed` names those that are given, and `check_used` refuses those that a method does
+them `| None` are read from text; an `Option` narrows the values or has a function of its own. `__post_init__` raises if
+options do not go together; `changed` names those that are given, and `check_used` refuses those that a method does
 not use (``only``). An option that has an effect only with, or only without, another one declares that (``needs``), and
 `read_settings` refuses it elsewhere.
 """
@@ -36,25 +34,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
-from typing import Annotated, Any, Generic, NoReturn, TypeVar, get_args, get_origin
+from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin
 
 from headscan.errors import HeadscanError, unknown_name
 from headscan.options import Group, Needs, Option, field_hint, field_type, without_none
 from headscan.settings.settings_file import settings_file
 
 S = TypeVar("S")
-
-
-@dataclass(frozen=True)
-class Given(Generic[S]):
-    """The options of settings of class ``cls`` that a command line gives, by field. The verb adds the other fields."""
-
-    cls: type[S]
-    values: dict[str, Any]
-
-    def build(self, *first: Any, **others: Any) -> S:
-        """Return the settings; ``first`` are their first fields, and ``others`` replace given options."""
-        return self.cls(*first, **{**self.values, **others})
 
 
 class UsageError(HeadscanError):
@@ -78,7 +64,7 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {hint}")
 
 
-#: Option of every verb with a file of options; the study's own file holds its settings.
+#: Option of every verb with a file of options.
 _CONFIG_FILE = "--config-file"
 #: Larger counts are typing errors, and they overflow in libraries.
 _MOST = 2**31 - 1
@@ -130,6 +116,7 @@ class BoundOption:
         default: Value without the option; MISSING if it is required.
         only: Methods or formats of the verb that use it; empty: all of them.
         needs: Other options that decide whether it has an effect, each with the path of the class that declares that.
+        is_switch: It turns a group of options on or off.
     """
 
     path: tuple[str, ...]
@@ -141,6 +128,7 @@ class BoundOption:
     group: str
     only: tuple[str, ...] = ()
     needs: tuple[tuple[tuple[str, ...], Needs], ...] = ()
+    is_switch: bool = False
 
     @property
     def flag(self) -> str:
@@ -204,6 +192,10 @@ class BoundOption:
             if not isinstance(value, bool):
                 raise ValueProblemError(f"{value!r} is neither true nor false")
             return value is not self.option.negated
+        if isinstance(value, dict) and is_dataclass(self.option.parse):
+            return self.option.parse(**value)
+        if value == [] and () in (self.option.sets or {}).values():
+            return ()
         is_list = isinstance(value, list)
         texts = list(map(str, value)) if is_list else [str(value)]
         if len(texts) != 1 and not self.many:
@@ -300,9 +292,13 @@ def _options_below(cls: type, default: Any, path: tuple[str, ...], group: Group)
     for name, hint, declared, own in _declared_fields(cls):
         value = own if default is MISSING or default is None else getattr(default, name)
         if isinstance(declared, Group):
-            inner, optional, is_given = _settings_class(hint)
+            inner, optional = _settings_class(hint)
             within = Group(declared.title or group.title, declared.only or group.only)
-            for option in _options_below(inner, MISSING if is_given else value, (*path, name), within):
+            if declared.switch is not None:
+                options.append(
+                    BoundOption((*path, name), declared.switch, bool, False, None, True, within.title, is_switch=True)
+                )
+            for option in _options_below(inner, value, (*path, name), within):
                 needs = [(path, each) for each in declared.needs if not each.of or {*each.of} & {*option.path}]
                 default_value = None if optional and option.default is MISSING else option.default
                 options.append(replace(option, default=default_value, needs=(*needs, *option.needs)))
@@ -332,10 +328,11 @@ def _declared_fields(cls: type) -> Iterator[tuple[str, Any, Option | Group, Any]
                 yield field.name, kind, declared, default
 
 
-def _settings_class(hint: Any) -> tuple[Any, bool, bool]:
-    """Return the settings class of a group, whether it may be None, and whether the field is its `Given`."""
+def _settings_class(hint: Any) -> tuple[Any, bool]:
+    """Return the settings class of a group, and whether it may be None."""
     kind, optional = without_none(hint)
-    return (kind, optional, False) if is_dataclass(kind) else (get_args(kind)[-1], optional, True)
+    assert is_dataclass(kind), hint
+    return kind, optional
 
 
 def add_options(parser: argparse.ArgumentParser, cls: type, preset: Collection[str] = ()) -> None:
@@ -343,9 +340,8 @@ def add_options(parser: argparse.ArgumentParser, cls: type, preset: Collection[s
     groups: dict[str, argparse._ArgumentGroup] = {}
     exclusive: dict[str, Any] = {}
     options = options_of(cls)
-    if not _has_config_file(options):
-        what = "YAML or JSON file of options, as in `share: 0.1`; those of the command line replace them"
-        parser.add_argument(_CONFIG_FILE, metavar="FILE", help=what, default=argparse.SUPPRESS)
+    what = "YAML or JSON file of options, as in `share: 0.1`; those of the command line replace them"
+    parser.add_argument(_CONFIG_FILE, metavar="FILE", help=what, default=argparse.SUPPRESS)
     filled = {bound.option.one_of for bound in options if bound.key in preset}
     for bound in options:
         container: Any = parser
@@ -361,9 +357,14 @@ def add_options(parser: argparse.ArgumentParser, cls: type, preset: Collection[s
         bound.add_to(container, required=bound.default is MISSING and bound.key not in preset)
 
 
+def _help_text(cls: type) -> str:
+    """Return the docstring of a verb without its sections for Python."""
+    return re.split(r"\n\n(?=Attributes:|Raises:)", inspect.getdoc(cls) or "")[0]
+
+
 def verb_parser(verb: str, cls: type, preset: Collection[str] = ()) -> Parser:
     """Return the parser of a verb; options with the names ``preset`` have values in a file of options."""
-    parser = Parser(prog=f"headscan {verb}", description=inspect.getdoc(cls), add_help=False)
+    parser = Parser(prog=f"headscan {verb}", description=_help_text(cls), add_help=False)
     common = getattr(cls, "common", "").split()
     which = "the usual options; `--help all`: all options" if common else "all options"
     parser.add_argument("-h", "--help", action=_Help, common=common, help=which)
@@ -394,30 +395,31 @@ def read_settings(verb: str, cls: type[S], words: Sequence[str]) -> S:
         raise UsageError(with_flags(str(problem), cls)) from problem
 
 
-def _has_config_file(options: Sequence[BoundOption]) -> bool:
-    """Return True if a verb reads its own file of settings."""
-    return any(_CONFIG_FILE in bound.flags for bound in options)
-
-
 def _preset(verb: str, cls: type, words: Sequence[str]) -> dict[str, Any]:
     """Return the values of the file of options by the names of their fields with dots; empty without a file."""
-    if _has_config_file(options_of(cls)):
-        return {}
     reader = Parser(prog=f"headscan {verb}", add_help=False)
     reader.add_argument(_CONFIG_FILE)
     file = reader.parse_known_args(list(words))[0].config_file
     if file is None:
         return {}
     options = {flag.lstrip("-").lower(): bound for bound in options_of(cls) for flag in bound.flags}
+    by_key = {bound.key.removeprefix("step."): bound for bound in options.values()}
     values = {}
     for name, value in settings_file(file, UsageError).items():
         plain = str(name).replace("_", "-")
-        if plain not in options:
+        of_group = {f"{name}.{inner}": each for inner, each in value.items()} if isinstance(value, dict) else {}
+        if of_group and of_group.keys() <= by_key.keys():
+            given = {by_key[key]: each for key, each in of_group.items()}
+        elif plain in options:
+            given = {options[plain]: value}
+        else:
             raise UsageError(f"{file}: {unknown_name('option', plain, tuple(options))}")
-        bound = options[plain]
-        if value is not None:
+        for bound, each in given.items():
+            if each is None or (each == [] and bound.default == ()):
+                continue
             try:
-                values[bound.key] = bound.plain(value)
+                # Options that set False have the name of the field in a group.
+                values[bound.key] = each if of_group and isinstance(each, bool) else bound.plain(each)
             except HeadscanError as problem:
                 raise UsageError(f"{file}: {plain}: {problem}") from None
     return values
@@ -425,7 +427,7 @@ def _preset(verb: str, cls: type, words: Sequence[str]) -> dict[str, Any]:
 
 def _arguments(cls: type, values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Return the arguments of a settings class, by field, from the given values by their fields' names with dots. A
-    group is an object of its class, or its `Given` where the verb adds fields.
+    group is an object of its class.
     """
     given: dict[str, Any] = {}
     for name, hint, declared, default in _declared_fields(cls):
@@ -433,15 +435,18 @@ def _arguments(cls: type, values: Mapping[str, Any], path: str = "") -> dict[str
         if isinstance(declared, Option):
             given |= {name: values[key]} if key in values else {}
             continue
-        inner, optional, is_given = _settings_class(hint)
-        if optional and _is_absent(options_of(inner), values, f"{key}."):
+        inner, optional = _settings_class(hint)
+        if declared.switch is not None and not values.get(f"{path}{name}", True):
+            for option in options_of(inner):
+                if f"{key}.{option.key}" in values:
+                    raise UsageError(f"{option.flag} has no effect with {_off(declared.switch)}: leave one of them out")
+            given[name] = None
+            continue
+        if optional and declared.switch is None and _is_absent(options_of(inner), values, f"{key}."):
             given[name] = None
             continue
         own = _arguments(inner, values, f"{key}.")
-        if is_given:
-            given[name] = Given(inner, own)
-        else:
-            given[name] = inner(**own) if default is MISSING or default is None else replace(default, **own)
+        given[name] = inner(**own) if default is MISSING or default is None else replace(default, **own)
     return given
 
 
@@ -457,11 +462,9 @@ def _is_absent(options: Sequence[BoundOption], values: Mapping[str, Any], path: 
 
 
 def changed(settings: Any) -> dict[str, str]:
-    """Return the flags of options that are given, by their fields' names with dots. Options outside a `Given`
-    count if they differ from their defaults.
-    """
+    """Return the flags of options whose values are not their defaults, by their fields' names with dots."""
     optional = (bound for bound in options_of(type(settings)) if bound.default is not MISSING)
-    return {bound.key: bound.flag for bound in optional if _looked_up(settings, bound)[1]}
+    return {bound.key: bound.flag for bound in optional if _value(settings, bound) != bound.default}
 
 
 def check_used(settings: Any, chosen: str, name: str) -> None:
@@ -503,7 +506,7 @@ def _why_unused(
     other = needed_option(needs.key, path, options)
     is_given = other.key in given
     if needs.values:
-        value = _looked_up(settings, other)[0]
+        value = _value(settings, other)
         several = value if isinstance(value, tuple) else (value,)
         if not set(several).isdisjoint(needs.values):
             return None
@@ -516,22 +519,23 @@ def _why_unused(
 
 def _written(settings: Any, bound: BoundOption) -> str:
     """Return the flag of a given option as the command line has it, such as ``--no-confirm``."""
-    is_off = bound.kind is bool and not bound.option.negated and _looked_up(settings, bound)[0] is False
-    return f"--no-{bound.flag[2:]}" if is_off else bound.flag
+    is_off = bound.kind is bool and not bound.option.negated and _value(settings, bound) is False
+    return _off(bound.option, bound.flag) if is_off else bound.flag
 
 
-def _looked_up(settings: Any, bound: BoundOption) -> tuple[Any, bool]:
-    """Return the value of an option, which is its default if its group lacks it, and whether it is given: in a `Given`,
-    or other than its default elsewhere.
+def _off(option: Option, flag: str | None = None) -> str:
+    return f"--no-{(flag or option.flag or '')[2:]}"
+
+
+def _value(settings: Any, bound: BoundOption) -> Any:
+    """Return the value of an option, which is its default if its group lacks it. The switch of a group is on if the
+    group has settings.
     """
-    is_given = False
     for name in bound.path:
-        is_given = isinstance(settings, Given)
-        held = settings.values if is_given else {} if settings is None else vars(settings)
-        if name not in held:
-            return bound.default, False
-        settings = held[name]
-    return settings, is_given or settings != bound.default
+        if settings is None or not hasattr(settings, name):
+            return bound.default
+        settings = getattr(settings, name)
+    return settings is not None if bound.is_switch else settings
 
 
 def with_flags(message: str, cls: type) -> str:

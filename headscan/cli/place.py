@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from headscan.cli.option_parser import UsageError, operations, with_flags
-from headscan.cli.results import Json, Result
-from headscan.cli.verb_base import Devices, ModelVerb, StoreOptions, quiet_libraries, say_run
+from headscan.cli.verb_base import Devices, StoreOptions, quiet_libraries, say_run
 from headscan.cluster.devices import max_threads
 from headscan.cluster.placement_base import parse_bytes
+from headscan.model_spec import ModelSpec
 from headscan.options import Group, Needs, Option
+from headscan.steps.results import Json, Result
 
 if TYPE_CHECKING:
     from headscan.cluster.placement_base import ChosenPlacement, Node, Placement
@@ -121,7 +122,7 @@ class _Machines:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place(ModelVerb):
+class Place:
     """show where a model would run, on this machine, a cluster or imagined machines; loads nothing
 
         headscan place MODEL
@@ -134,6 +135,7 @@ class Place(ModelVerb):
 
     common: ClassVar = "MODEL --evaluate --max-tokens --gpus --gpu-memory --nodes --measured --dtype --json"
 
+    model: Annotated[ModelSpec, Group("model")]
     devices: Annotated[Devices, Group("devices")]
     max_tokens: Annotated[int, Option("maximum sequence length", least=1)] = 2048
     evaluate: Annotated[bool, Option("also count the logits and the KV cache that tasks need")] = False
@@ -156,7 +158,7 @@ class Place(ModelVerb):
 
         quiet_libraries()
         nodes = self._nodes()
-        sizes = model_sizes(self.spec(), self.max_tokens)
+        sizes = model_sizes(self.model, self.max_tokens)
         placed = place(sizes, nodes, self.devices.request, evaluates=self.evaluate, max_threads=max_threads())
         hours = None if self.time.tokens is None else self._hours(self.time.tokens, sizes, placed)
         facts = {
@@ -188,7 +190,7 @@ class Place(ModelVerb):
     def _hours(self, tokens: int, sizes: ModelSizes, placed: ChosenPlacement) -> ScanHours:
         from headscan.sizing.forward_flops import forward_flops
 
-        forward = forward_flops(self.spec())
+        forward = forward_flops(self.model)
         flops = self._measured_flops(forward) if self.time.flops is None else self.time.flops
         return ScanHours.of(
             forward, placed.placement, tokens=tokens, sequence=sizes.tokens, flops=flops, evaluates=self.evaluate
@@ -198,12 +200,12 @@ class Place(ModelVerb):
         """Return the operations per second of one device in a scan of the model."""
         from headscan.checkpoints.sources import config_hash
 
-        spec, store = self.spec(), self.time.store.open()
+        store = self.time.store.open()
         run = store.resolve_run(self.time.measured, "scan")
-        if run["model_config_hash"] != config_hash(spec.config()):
+        if run["model_config_hash"] != config_hash(self.model.config()):
             raise UsageError(
                 f"--measured {run['run_id']} is a scan of {run['model']}, with another configuration than"
-                f" {self.model}: name a scan of this model, or give --flops"
+                f" {self.model.source}: name a scan of this model, or give --flops"
             )
         say_run(run)
         return measured_flops(store, str(run["run_id"]), forward)

@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from headscan.catalog import BEHAVIOURS, RANKED_CRITERIA, SCORES, STATISTICS
-from headscan.cli.results import Json, Result
 from headscan.cli.verb_base import StoreVerb, say_run
-from headscan.options import Option
-from headscan.settings.measure_settings import Site
+from headscan.options import Option, Site
+from headscan.steps.results import Json, Result
 
 if TYPE_CHECKING:
     from headscan.store.store import Store

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from headscan.cli.results import Json, Result
 from headscan.cli.verb_base import StoreVerb, say_run
-from headscan.options import Needs, Option
-from headscan.settings.measure_settings import Site
+from headscan.options import Needs, Option, Site
+from headscan.steps.results import Json, Result
 from headscan.text_tables import say
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from headscan.cli.option_parser import UsageError
-from headscan.cli.results import Json, Result
 from headscan.cli.verb_base import StoreOptions, StoreVerb
 from headscan.errors import first_line
 from headscan.options import Needs, Option
+from headscan.steps.results import Json, Result
 from headscan.text_tables import printable_lines
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headscan.cli.results import Json, Result
 from headscan.cli.verb_base import StoreVerb
+from headscan.steps.results import Json, Result
 
 if TYPE_CHECKING:
     from headscan.store.store import Store

@@ -4,43 +4,32 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, make_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from headscan.checkpoints.source_folder import DEMO_MODEL, check_folder
-from headscan.cli.option_parser import Given, UsageError, with_flags
+from headscan.cli.option_parser import check_used, with_flags
 from headscan.cluster.placement_base import PlacementRequest, Timeouts, ray_address
 from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
-from headscan.options import LOCK_TIMEOUT, LONGEST_WAIT, Group, Needs, Option
-from headscan.settings.corpus_settings import BUILT_IN_CORPORA, CorpusSpec, ExamplesSpec
-from headscan.settings.evaluation_settings import ResumeAnyway
+from headscan.options import LOCK_TIMEOUT, LONGEST_WAIT, Group, Option
+from headscan.settings.corpus_settings import CorpusSpec, ExamplesSpec
+from headscan.settings.evaluation_settings import RESUME_ANYWAY
+from headscan.steps.results import Json, Result, run_line
+from headscan.steps.step import Step
 from headscan.text_tables import say
 
 if TYPE_CHECKING:
-    from headscan.jobs.job_functions import JobOptions
-    from headscan.runs.model_identity import ModelIdentity
+    from headscan.runs.open_run import JobOptions
     from headscan.store.store import Store
-
-#: Corpus of the bundled model unless one is named: modules of the standard library that it has not read.
-DEMO_CORPUS = "python-stdlib-heldout"
-#: What can be a corpus, apart from a file or a folder.
-OTHER_CORPORA = f"data set on the hub, or a built-in corpus: {', '.join(BUILT_IN_CORPORA)}"
-CORPORA = f"file, folder, {OTHER_CORPORA}"
-_MODEL = Option(
-    "folder saved by transformers, name on the hub, GGUF file, `smollm2`, or `demo` for the bundled model",
-    flag="MODEL",
-    parse=check_folder,
-)
 
 
 def say_run(run: Mapping[str, Any]) -> None:
     """Print which run of the store, a row of ``runs``, a verb reads."""
-    corpus = f" on {run['corpus']}" if run["corpus"] else ""
-    began = f"{run['started_at']:%Y-%m-%d %H:%M}"
-    say(f"from {run['kind']} {run['run_id']} of {run['model']}{corpus}, {began}, {run['status']}")
+    say(run_line(run))
 
 
 def quiet_libraries() -> None:
@@ -87,18 +76,17 @@ def check_inputs(settings: Any) -> None:
     """Raise now, before libraries and models load, which takes seconds, if a corpus, examples or a model's folder that
     a verb names are missing. Names that can be on the hub pass.
     """
-    if isinstance(settings, CorpusOptions) and (settings.name or "").strip():  # `CorpusSpec` refuses an empty name
+    if isinstance(settings, CorpusSpec):
         from headscan.texts import check_corpus
 
-        check_corpus(settings.name or "")
+        check_corpus(settings.name)
     if isinstance(settings, ExamplesSpec):
         settings.check_file()
-    folder = settings.model if isinstance(settings, ModelVerb) else None
-    if folder is not None and folder.endswith("/") and not Path(folder).exists():
-        raise ModelLoadError(f"no model at {folder}: there is no such folder. Check the path")
+    if isinstance(settings, ModelSpec) and settings.source.endswith("/") and not Path(settings.source).exists():
+        raise ModelLoadError(f"no model at {settings.source}: there is no such folder. Check the path")
     for field in fields(settings):
         part = getattr(settings, field.name)
-        if is_dataclass(part) and not isinstance(part, Given):
+        if is_dataclass(part):
             check_inputs(part)
 
 
@@ -115,43 +103,14 @@ class Devices:
     ] = None
     timeouts: Annotated[Timeouts, Group()]
 
-    def job_options(self, identity: ModelIdentity | None, verb: type) -> JobOptions:
-        """Return the options of a job without a store; its lines have the flags of the verb."""
+    def job_options(self, verb: type) -> JobOptions:
+        """Return the options of a step without a store; its lines have the flags of the verb."""
         return {
             "devices": self.request,
             "ray_address": self.ray_address,
             "timeouts": self.timeouts,
-            "identity": identity,
             "say": lambda line: say(with_flags(line, verb)),
         }
-
-    def in_this_process(self) -> Devices:
-        """Return the devices of a verb whose one replica is in this process."""
-        if self.ray_address is not None:
-            raise UsageError("--ray-address has no effect on this verb: leave it out")
-        return replace(self, request=self.request.in_this_process())
-
-
-@dataclass(frozen=True, kw_only=True)
-class CorpusOptions:
-    """A corpus; verbs with another meaning of it have a class of their own."""
-
-    name: Annotated[
-        str | None, Option(f"{CORPORA} (default: required, except for `demo`: {DEMO_CORPUS})", flag="--corpus")
-    ] = None
-    data_set: Annotated[Given[CorpusSpec], Group(needs=(Needs(key="name"),))]
-
-    def spec(self, **settings: Any) -> CorpusSpec | None:
-        return None if self.name is None else self.data_set.build(self.name, **settings)
-
-    def required(self, verb: ModelVerb, **settings: Any) -> CorpusSpec:
-        """Return the corpus; the bundled model has one of its own."""
-        if self.name is not None:
-            return self.data_set.build(self.name, **settings)
-        if not verb.is_demo:
-            raise UsageError("--corpus is required: name a file, a folder, a data set or a built-in corpus")
-        say(f"corpus: {DEMO_CORPUS}")
-        return self.data_set.build(DEMO_CORPUS, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,56 +121,55 @@ class StoreVerb:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelVerb:
-    """A verb with a model."""
+class StepVerb:
+    """A verb that runs a step: its options, and where it runs. `step_verb` makes the class of each step."""
 
-    model: Annotated[str, _MODEL]
-    loading: Annotated[Given[ModelSpec], Group("model")]
+    step: Any
+    json: Json = False
+    devices: Annotated[Devices, Group("devices")]
+    store: StoreOptions | None = None
+    resume_anyway: bool = False
 
     @property
-    def is_demo(self) -> bool:
-        return self.model == DEMO_MODEL
+    def resumes(self) -> bool:
+        """The same command again resumes after an interruption."""
+        return bool(self.step.stores)
 
-    def spec(self) -> ModelSpec:
-        return self.loading.build(self.model)
+    def __post_init__(self) -> None:
+        if self.step.of_model:
+            check_used(self, self.step.method, f"--method {self.step.method}")
 
-    def identified(self, *, need_tokenizer: bool = True) -> tuple[ModelSpec, ModelIdentity]:
-        """Return the model and its identity, and turn off progress bars and warnings of transformers."""
-        from headscan.runs.model_identity import identify
-
+    def run(self) -> Result:
+        step: Step[Any] = self.step
+        options = self.devices.job_options(type(self))
+        if "resume_anyway" in step.stores:
+            options["resume_anyway"] = self.resume_anyway
+        store = None
+        if self.store is not None:
+            options["lock_timeout"] = self.store.lock_timeout
+            store = self.store.open(writes=step.model is not None)  # type: ignore[redundant-expr]
+        step.check_inputs(store)
         quiet_libraries()
-        spec = self.spec()
-        return spec, identify(spec, need_tokenizer=need_tokenizer)
-
-    def full_precision(self) -> ModelSpec:
-        """Return the model; the demo in float32, because half precision is slower on most CPUs, and rounds repairs."""
-        spec = self.spec()
-        return replace(spec, dtype="float32") if self.is_demo and spec.dtype == "auto" else spec
+        with tempfile.TemporaryDirectory() as scratch:
+            if step.model is not None and step.model.is_demo:  # type: ignore[redundant-expr]
+                step = step.for_demo(Path(scratch))
+            result = step.run(None if self.store is None else self.store.path, **options)
+        return step.shown(result, store)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptionalModelVerb(ModelVerb):
-    """A verb that can do without a model."""
-
-    model: Annotated[str | None, _MODEL] = None  # type: ignore[assignment]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunVerb(ModelVerb, StoreVerb):
-    """A verb that runs a model and writes a run into the store."""
-
-    devices: Annotated[Devices, Group("devices")]
-    resume_anyway: ResumeAnyway = False
-    #: The same command again resumes after an interruption.
-    resumes = True
-
-    def job_options(self, identity: ModelIdentity | None = None) -> JobOptions:
-        """Return the options of the job of this verb; ``identity`` None lets the job read it. Raise now, before
-        anything is measured, if the store cannot be written.
-        """
-        self.store.open(writes=True)
-        return {
-            **self.devices.job_options(identity, type(self)),
-            "resume_anyway": self.resume_anyway,
-            "lock_timeout": self.store.lock_timeout,
-        }
+@cache
+def step_verb(step: type[Step[Any]]) -> type[StepVerb]:
+    """Return the verb of a step."""
+    hints: list[tuple[str, Any]] = [
+        ("step", Annotated[step, Group()]),
+        ("devices", Annotated[Devices, Group("devices", step.of_model)]),
+    ]
+    with_defaults: list[tuple[str, Any, Any]] = []
+    if "store" in step.stores:
+        hints.append(("store", Annotated[StoreOptions, Group()]))
+    if "resume_anyway" in step.stores:
+        with_defaults.append(("resume_anyway", Annotated[bool, replace(RESUME_ANYWAY, only=step.of_model)], False))
+    namespace = {"__doc__": step.__doc__, "common": step.common, "__module__": __name__}
+    return make_dataclass(
+        step.__name__, [*hints, *with_defaults], bases=(StepVerb,), namespace=namespace, frozen=True, kw_only=True
+    )

@@ -131,9 +131,8 @@ class PlacementRequest:
     """The placement that a user requests; None leaves a choice to `placements.place`.
 
     Attributes:
-        batch_tokens: Tokens of one forward pass, in place of the ``batch_tokens`` of a job's settings; refused if
-            ``memory`` does not hold them. None uses those of the settings, or as many as ``memory`` holds if they are
-            fewer.
+        batch_tokens: Tokens of one forward pass; refused if ``memory`` does not hold them. None uses those of the step,
+            or as many as ``memory`` holds if they are fewer.
     """
 
     placement: Annotated[
@@ -167,8 +166,8 @@ class PlacementRequest:
     batch_tokens: Annotated[
         int | None,
         Option(
-            f"tokens of one forward pass, with padding (default: {BATCH_TOKENS}, or --step-tokens of gates; fewer if "
-            "--memory holds fewer)",
+            f"tokens of one forward pass, with padding (default: {BATCH_TOKENS}, or 1024 for gates; fewer if --memory "
+            "holds fewer)",
             least=1,
         ),
     ] = None

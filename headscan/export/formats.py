@@ -14,9 +14,9 @@ from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
 
 from headscan.cluster.placement_base import format_bytes
-from headscan.errors import ExportError, unknown_name
+from headscan.errors import ExportError
 from headscan.model_spec import ModelSpec
-from headscan.options import Option, check_limits
+from headscan.options import Group, Option, check_limits
 from headscan.settings.saving_settings import Architecture, GgufType
 
 if TYPE_CHECKING:
@@ -249,9 +249,16 @@ class ExportConfig:
         tokenizer: GGUF file whose tokenizer is copied. None uses that of the model, which may be a GGUF file itself.
     """
 
-    format: str
+    format: Annotated[
+        str,
+        Option(
+            "; ".join(f"{name}: {each.help}" for name, each in EXPORT_FORMATS.items()),
+            flag="format",
+            choices=tuple(EXPORT_FORMATS),
+        ),
+    ]
     out: Annotated[str | Path, Option("output file or folder, as the format states")]
-    model: ModelSpec | None = None
+    model: Annotated[ModelSpec | None, Group("model", OF_MODEL)] = None
     type: Annotated[GgufType, Option("type of the matrices in a GGUF file", only=_using("type"))] = "f16"
     tokenizer: Annotated[
         str | Path | None,
@@ -276,8 +283,6 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         check_limits(self, ExportError)
-        if self.format not in EXPORT_FORMATS:
-            raise unknown_name("format", self.format, EXPORT_FORMATS)
         wrong = "needed" if self.model is None else "none"
         if EXPORT_FORMATS[self.format].model == wrong:
             raise ExportError("`model` goes with a format of models: give both or neither")
@@ -291,11 +296,21 @@ class ExportConfig:
                 )
 
 
-def run_export(config: ExportConfig, store: Store | None) -> Exported:
-    """Write a model, a plan or a store in the format of ``config``; only a format of the store needs ``store``."""
+def run_export(config: ExportConfig, store: str | Path | Store | None = None) -> Exported:
+    """Write a model for a serving engine, a plan for a KV-cache tool, or a store as a Parquet data set.
+
+    Args:
+        store: DuckDB file of the format parquet; None for all other formats.
+
+    Raises:
+        ExportError: The format has no place for the model, or needs another package.
+        PlanError: The format has no place for the plan, or the plan is of another model.
+    """
+    from headscan.store.store import Store
+
     if (store is None) == EXPORT_FORMATS[config.format].store:
         raise ExportError(f"`store` goes with {' or '.join(OF_STORE)}: give both or neither")
-    return EXPORT_FORMATS[config.format].write(config, store)
+    return EXPORT_FORMATS[config.format].write(config, Store(store) if isinstance(store, str | Path) else store)
 
 
 def _plan(config: ExportConfig) -> HeadPlan:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from headscan.errors import GateError
-from headscan.options import Limits, Option, check_limits
+from headscan.options import Count, Limits, Option, check_limits
 
 #: What the gates preserve: the model's loss on the texts, or the predictions of the model without gates.
 Objective = Literal["loss", "divergence"]
@@ -21,6 +21,7 @@ class GateFitConfig:
         penalty: Penalty in nats per open gate: the loss is that of the texts plus the penalty times the sum of P(open).
             A negative penalty opens gates. With a share, this is the penalty at the start.
         rate: Learning rate; it falls to a tenth in the second half.
+        batch_tokens: Tokens of a step, with padding.
         start: Location of all gates at the start; 1.5 means that 91 % of the gates are open.
     """
 
@@ -34,9 +35,7 @@ class GateFitConfig:
     ] = 120
     rate: Annotated[float, Limits(above=0)] = 0.15
     start: Annotated[float, Limits()] = 1.5
-    batch_tokens: Annotated[
-        int, Option("tokens of a step, with padding; --batch-tokens replaces them", flag="--step-tokens", least=1)
-    ] = 1024
+    batch_tokens: Count = 1024
     seed: Annotated[int, Option("seed of the noise", least=0)] = 0
 
     def __post_init__(self) -> None:

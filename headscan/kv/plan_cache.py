@@ -44,7 +44,7 @@ class PlanCache(Cache):
 
     Args:
         plan: A `HeadPlan` from `headscan.load_plan` (a file of ``headscan plan``), `headscan.make_plan` (a stored scan
-            or probe) or `headscan.jobs.plan`, or a `KeptKeys` with the number of KV heads of each layer.
+            or probe) or `headscan.Plan`, or a `KeptKeys` with the number of KV heads of each layer.
         config: Configuration of the model, needed only for models with layers that a plan does not describe: those
             without attention, those that read the keys of others, and chunked ones. None takes all layers from
             the plan.

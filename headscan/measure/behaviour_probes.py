@@ -103,7 +103,7 @@ def probe(
         hay = () if haystack is None else haystack
         prompts = [
             prompt
-            for length in settings.lengths
+            for length in settings.lengths_within(lm.max_tokens)
             for prompt in needle_prompts(length, settings.depths, hay, needles, _beginning(lm))
         ]
         # One prompt at a time, because the activations of a long prompt need much memory.

@@ -19,7 +19,8 @@ class BehaviourProbe:
         sequences: Number of sequences of repeats.
         tokens: Number of different random tokens in such a sequence.
         repeats: Number of times they occur.
-        lengths: Lengths of the prompts with a needle, in tokens, with question and answer.
+        lengths: Lengths of the prompts with a needle, in tokens, with question and answer; None uses those of
+            `lengths_within`.
 
     Raises:
         SequenceError: A value out of range.
@@ -31,7 +32,12 @@ class BehaviourProbe:
         int, Option("number of different random tokens in a sequence of repeats", flag="--repeated-tokens", least=2)
     ] = 25
     repeats: Annotated[int, Limits(least=2)] = 4
-    lengths: Annotated[tuple[int, ...], Limits(least=1)] = (512,)
+    lengths: Annotated[
+        tuple[int, ...] | None,
+        Option(
+            "comma-separated prompt lengths in tokens (default: 512,2048, or the model's context)", least=1, spaces=True
+        ),
+    ] = None
     depths: Annotated[
         tuple[float, ...],
         Option(
@@ -41,5 +47,11 @@ class BehaviourProbe:
 
     def __post_init__(self) -> None:
         check_limits(self, SequenceError)
-        if not self.lengths or not self.depths:
+        if self.lengths == () or not self.depths:
             raise SequenceError("lengths or depths of a probe are empty. Pass at least one of each")
+
+    def lengths_within(self, max_tokens: int | None) -> tuple[int, ...]:
+        """Return the lengths; their default is 512 and 2,048 tokens, each at most a model's ``max_tokens``."""
+        if self.lengths is not None:
+            return self.lengths
+        return tuple(dict.fromkeys(min(length, max_tokens or 2048) for length in (512, 2048)))

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise, permutations
 from math import isfinite
-from typing import Annotated
 
 from headscan.catalog import DAMAGE, LAYER_DROP, RANDOM
 from headscan.errors import PruningError
 from headscan.grid import Head, Unit, find_units
 from headscan.long_work import LongWork
 from headscan.models.loaded_model import LoadedModel
-from headscan.options import Count, Limits, check_limits
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.damage_curve import DamageCurve, LayerMoments, layer_moments
 from headscan.pruning.edited_model import NO_EDITS, Divergence
 from headscan.pruning.repair import RepairConfig, Repaired, repaired_model
+from headscan.pruning.selection_settings import SelectionConfig
 
 #: Numbers of removed units that each layer may have; a layer without an entry may have any.
 Allowed = Mapping[int, Collection[int]]
@@ -220,33 +218,6 @@ def best_nearby(
                 break
         else:
             return best
-
-
-@dataclass(frozen=True)
-class SelectionConfig:
-    """Effort of the choice.
-
-    Attributes:
-        moment_tokens: Calibration tokens of the moments and of the repair between stages.
-        curve_tokens: Calibration tokens of the measured curves.
-        first_share: Largest share of units that the first stage chooses.
-        next_share: Share of units that each further stage adds.
-        tries: Choices near the best one that are repaired and compared with it.
-        judged_tokens: Calibration tokens of this comparison; the last ones, so that others repair.
-
-    Raises:
-        PruningError: A number is out of range.
-    """
-
-    moment_tokens: Count = 16384
-    curve_tokens: Count = 4096
-    first_share: Annotated[float, Limits(above=0, most=1)] = 0.4
-    next_share: Annotated[float, Limits(above=0, most=1)] = 0.1
-    tries: Annotated[int, Limits(least=0)] = 0
-    judged_tokens: Count = 8192
-
-    def __post_init__(self) -> None:
-        check_limits(self, PruningError)
 
 
 class _Original:

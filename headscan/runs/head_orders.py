@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from headscan.catalog import BEHAVIOURS, CRITERIA, EFFECT, RANKED_CRITERIA
 from headscan.errors import InterventionError, PruningError, first_line
 from headscan.ranking.head_ranking import OrderedHead, rank_behaviours, rank_gates, rank_heads, rank_importance
-from headscan.settings.measure_settings import RECALL_PROMPTS
+from headscan.settings.evaluation_settings import RECALL_PROMPTS
 from headscan.store.provenance import same_model
 from headscan.store.records import RunKind
 from headscan.store.store import Store

@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self
 
 import pyarrow as pa
 from numpy.typing import ArrayLike
@@ -37,20 +37,10 @@ from headscan.store.tables import TABLES
 PoolFactory = Callable[[ModelSpec], Pool]
 
 
-class HasBatchSize(Protocol):
-    """Settings with the tokens of one forward pass."""
-
-    @property
-    def batch_tokens(self) -> int: ...
-
-
-BatchedSettings = TypeVar("BatchedSettings", bound=HasBatchSize)
-
-
 @dataclass
 class ModelOpener:
     """Opens the pool of a model, and pools of other models of the same job. The placement of the first is chosen and
-    reported when the opener is made, because it gives the settings of the job their batch size (`with_batch_tokens`).
+    reported when the opener is made, because it decides the batch size of the job.
 
     Attributes:
         batch_tokens: Most tokens of one forward pass in the settings of the job. With ``memory`` in the request, they
@@ -84,11 +74,6 @@ class ModelOpener:
         placed = self._placed if model == self.model else self._place(model)
         return open_pool(model, placed.placement, on_cluster=bool(self.ray_address), timeouts=self.timeouts)
 
-    def with_batch_tokens(self, config: BatchedSettings) -> BatchedSettings:
-        """Return settings with the batch size of the placement."""
-        settings: Any = config
-        return replace(settings, batch_tokens=self.batch_tokens)
-
     def _place(self, model: ModelSpec) -> ChosenPlacement:
         """Return and report the placement of a model."""
         placed = place(
@@ -109,7 +94,8 @@ class ModelOpener:
 class ModelContext:
     """A model that jobs measure; a context manager that closes its pool. Identity, facts and pool are made when they
     are first needed, so that a job with nothing to measure loads no model; ``identity`` None reads the weight files
-    then. ``make_pool`` opens the pool of this model, and of others that a job needs.
+    then. ``make_pool`` opens the pool of this model, and of others that a job needs. A forward pass has at most
+    ``batch_tokens`` tokens, padding included; numbers depend on them in the last digits.
     """
 
     def __init__(
@@ -118,9 +104,10 @@ class ModelContext:
         make_pool: PoolFactory,
         *,
         identity: ModelIdentity | None = None,
+        batch_tokens: int = BATCH_TOKENS,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.model, self.make_pool, self.say = model, make_pool, say
+        self.model, self.make_pool, self.batch_tokens, self.say = model, make_pool, batch_tokens, say
         self._pool: Pool | None = None
         if identity is not None:
             self.identity = identity
@@ -204,16 +191,25 @@ class Run(ModelContext):
         make_pool: PoolFactory,
         *,
         identity: ModelIdentity | None = None,
+        batch_tokens: int = BATCH_TOKENS,
         resume_anyway: bool = False,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        super().__init__(model, make_pool, identity=identity, say=say)
+        super().__init__(model, make_pool, identity=identity, batch_tokens=batch_tokens, say=say)
         self.store, self.resume_anyway = store, resume_anyway
 
     def on(self, model: ModelSpec, identity: ModelIdentity) -> Run:
         """Return a run of another model. The pool of this one is closed, so that two are never loaded together."""
         self.close()
-        return Run(model, self.store, self.make_pool, identity=identity, resume_anyway=self.resume_anyway, say=self.say)
+        return Run(
+            model,
+            self.store,
+            self.make_pool,
+            identity=identity,
+            batch_tokens=self.batch_tokens,
+            resume_anyway=self.resume_anyway,
+            say=self.say,
+        )
 
     def stored_run(self, kind: RunKind, fingerprint: str) -> dict[str, Any] | None:
         runs = self.store.runs(kind) if self.store.path.exists() else []

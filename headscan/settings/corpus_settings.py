@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from headscan.errors import HeadscanError, SequenceError
-from headscan.options import Count, Limits, Needs, Option, check_limits
+from headscan.options import Needs, Option, check_limits
 
 if TYPE_CHECKING:
     from headscan.runs.model_identity import ModelIdentity
@@ -17,9 +17,17 @@ if TYPE_CHECKING:
 #: Built-in corpora: the standard library of the running interpreter, its single-file modules that the demo model has
 #: read, and modules that the demo model has not read.
 BUILT_IN_CORPORA = ("python-stdlib", "python-stdlib-modules", "python-stdlib-heldout")
+#: Corpus of the bundled model unless one is named: modules of the standard library that it has not read.
+DEMO_CORPUS = "python-stdlib-heldout"
 
 TokenMode = Literal["truncate", "chunk", "pack"]
 BosPolicy = Literal["auto", "always", "never"]
+
+
+#: Shortest text whose loss is measured or minimised, in tokens: predictions after few tokens say little.
+SHORTEST = 16
+#: Longest text by default, in tokens.
+LONGEST_TEXT = 2048
 
 
 class CorpusError(HeadscanError):
@@ -32,14 +40,21 @@ class CorpusSpec:
     ``limit_documents`` counts documents with text; None reads all.
     """
 
-    name: str
+    name: Annotated[
+        str,
+        Option(
+            "file or folder (.txt, .py, .jsonl, .parquet, .csv, ...; text and JSON also .gz or .zst), data set on the "
+            f"hub, or a built-in corpus: {', '.join(BUILT_IN_CORPORA)}",
+            flag="--corpus",
+        ),
+    ]
     config: Annotated[str | None, Option("configuration of a hub data set (default: its own)")] = None
     split: Annotated[str, Option("split of a hub data set")] = "train"
     column: Annotated[str | None, Option("text column (default: `text`, or the only string column)")] = None
     revision: Annotated[
         str | None, Option("commit of a hub data set (default: the newest)", flag="--corpus-revision")
     ] = None
-    limit_documents: Annotated[int | None, Limits(least=1)] = None
+    limit_documents: Annotated[int | None, Option("maximum number of documents (default: all)", least=1)] = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", os.fspath(self.name))
@@ -55,7 +70,7 @@ class TokenConfig:
     """Settings for making token sequences from documents.
 
     Attributes:
-        max_tokens: Longest sequence, in tokens, special tokens included.
+        max_tokens: Longest sequence, in tokens, special tokens included; None follows the model (`within`).
         mode: ``truncate`` makes one sequence from the beginning of each document. ``chunk`` cuts each document into
             consecutive sequences. ``pack`` joins documents (with EOS between them if the tokenizer has it) and cuts
             them into full sequences, as in training; queries then attend to earlier documents of their sequence.
@@ -64,7 +79,9 @@ class TokenConfig:
         min_tokens: Shortest sequence, in tokens, special tokens included; shorter ones are counted and dropped.
     """
 
-    max_tokens: Count
+    max_tokens: Annotated[
+        int | None, Option(f"maximum sequence length (default: the model's context, at most {LONGEST_TEXT})", least=1)
+    ] = None
     mode: Annotated[
         TokenMode,
         Option(
@@ -78,21 +95,26 @@ class TokenConfig:
 
     def __post_init__(self) -> None:
         check_limits(self, CorpusError)
-        if self.max_tokens < self.min_tokens:
+        if self.max_tokens is not None and self.max_tokens < self.min_tokens:
             raise CorpusError(
                 f"`max_tokens={self.max_tokens}` is below `min_tokens={self.min_tokens}`. Raise `max_tokens`"
             )
 
     @property
+    def longest(self) -> int:
+        """The longest sequence of settings that have one."""
+        if self.max_tokens is None:
+            raise CorpusError("`max_tokens=None`: no length. Set `max_tokens`")
+        return self.max_tokens
+
+    def within(self, identity: ModelIdentity) -> TokenConfig:
+        """Return the settings with the longest sequence of a model; raise SequenceError if theirs is longer."""
+        return replace(self, max_tokens=longest_text(identity, self.max_tokens))
+
+    @property
     def attention_across_documents(self) -> bool:
         """True if queries attend to the tokens of other documents."""
         return self.mode == "pack"
-
-
-#: Shortest text whose loss is measured or minimised, in tokens: predictions after few tokens say little.
-SHORTEST = 16
-#: Longest text by default, in tokens.
-LONGEST_TEXT = 2048
 
 
 def check_length(identity: ModelIdentity, max_tokens: int) -> None:
@@ -118,6 +140,14 @@ class ExampleError(HeadscanError):
 
 #: Metrics of labelled examples; the kind of their targets decides which of them there are.
 LabelledMetric = Literal["accuracy", "bleu", "loss"]
+#: Option of steps on labelled examples.
+Metric = Annotated[
+    LabelledMetric | None,
+    Option(
+        "metric on --data (default: accuracy for classifiers, bleu for encoder-decoders)",
+        needs=(Needs(key="data.path"),),
+    ),
+]
 
 
 @dataclass(frozen=True)

@@ -25,15 +25,13 @@ from headscan.checkpoints.source_folder import check_folder
 from headscan.errors import HeadscanError, InterventionError, unknown_name
 from headscan.grid import check_pairs, parse_head
 from headscan.model_spec import ModelSpec
-from headscan.options import BATCH_TOKENS, Count, Limits, Option, Seed, check_limits
-from headscan.settings.corpus_settings import LONGEST_TEXT, SHORTEST, BosPolicy, CorpusSpec, longest_text
-from headscan.store.tables import EACH
-from headscan.store.verdict_limits import MAX_LOSS, QUESTIONS_PER_TEXT
+from headscan.options import Count, Group, Limits, Needs, Option, Seed, check_limits
+from headscan.settings.corpus_settings import DEMO_CORPUS, LONGEST_TEXT, SHORTEST, BosPolicy, CorpusSpec, longest_text
+from headscan.store.verdict_limits import QUESTIONS_PER_TEXT
 
 if TYPE_CHECKING:
     from headscan.plans import HeadPlan
     from headscan.runs.model_identity import ModelIdentity
-    from headscan.texts.held_out_text import HeldOutText
 
 #: Limits of the largest loss increase of a safe arm, in nats per token.
 LOSS_LIMITS = Limits(above=0, most=100)
@@ -46,6 +44,8 @@ _SHORTEST_RECALL, _LONGEST_RECALL = 256, 4096
 
 #: Default number of recall questions of each family, over all lengths.
 IN_ALL = 400
+#: Prompts of each recall task that measure ``importance_recall`` where no setting states another number.
+RECALL_PROMPTS = 16
 
 #: Option of every verb that writes runs.
 RESUME_ANYWAY = Option(
@@ -161,12 +161,16 @@ class RecallQuestions:
 class TaskConfig:
     """Tasks of lm-eval, and the form of their prompts. Without ``names`` an evaluation asks recall and text only."""
 
-    names: tuple[str, ...] = ()
+    names: Annotated[
+        tuple[str, ...],
+        Option("comma-separated lm-eval tasks, groups or tags (default: none; the demo has its own)", flag="--tasks"),
+    ] = ()
     include_path: Annotated[
         str | None,
         Option(
             "folder with your own lm-eval tasks, such as headscan-demo/task for `continuation`, the task of the demo; "
-            "task files can run code, so name only folders that you trust (default: none)"
+            "task files can run code, so name only folders that you trust (default: none)",
+            needs=(Needs(key="names"),),
         ),
     ] = None
     num_fewshot: Annotated[
@@ -187,6 +191,8 @@ class TaskConfig:
     ] = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.names, str):
+            object.__setattr__(self, "names", (self.names,))
         check_limits(self, HarnessError)
         if self.include_path is not None:
             object.__setattr__(self, "include_path", os.fspath(self.include_path))
@@ -194,58 +200,17 @@ class TaskConfig:
                 raise HarnessError(f"`include_path={self.include_path}` is no folder. Use a folder with task files")
         if self.fewshot_as_multiturn and not self.apply_chat_template:
             raise HarnessError("`fewshot_as_multiturn=True` needs a chat template. Set `apply_chat_template`, too")
-        for name in ("num_fewshot", "limit", "mmlu_cloze"):
+
+    def check_effect(self) -> None:
+        """Raise HarnessError if a setting of prompts is given, but no task."""
+        for name in ("num_fewshot", "limit", "mmlu_cloze", "apply_chat_template"):
             if not self.names and getattr(self, name) != getattr(TaskConfig, name):
-                raise HarnessError(f"`{name}` has no effect without tasks: leave it out, or set `names`")
+                raise HarnessError(f"`{name}` has no effect without `tasks`: add `tasks`, or leave it out")
 
     @property
     def multiturn(self) -> bool:
         """True if examples are turns of the chat."""
         return self.apply_chat_template if self.fewshot_as_multiturn is None else self.fewshot_as_multiturn
-
-
-@dataclass(frozen=True)
-class EvaluateConfig:
-    """Settings of an evaluation: model, questions and how prompts are read.
-
-    Attributes:
-        recall: Recall questions; None omits them.
-        batch_tokens: Tokens of one forward pass, padding included; the same for all arms.
-        share_prefixes: Read common prefixes of prompts once. None does so, unless arms would then use different kernels
-            in half precision, whose rounding differs.
-        text: Ordinary text whose loss is measured; None omits it.
-        max_loss: Maximum increase of that loss of a safe arm, in nats per token. Jobs that read no text of their own
-            refuse it without ``text`` (`check_max_loss`), when they start.
-
-    Raises:
-        HarnessError: ``batch_tokens`` or ``max_loss`` is out of range.
-    """
-
-    model: ModelSpec
-    tasks: TaskConfig
-    recall: RecallQuestions | None = field(default_factory=RecallQuestions)
-    batch_tokens: Count = BATCH_TOKENS
-    share_prefixes: Annotated[
-        bool | None, Option("shared prompt prefixes computed once (default: yes, unless rounding would differ)")
-    ] = None
-    text: HeldOutText | None = None
-    max_loss: Annotated[float, LOSS_LIMITS] = MAX_LOSS
-
-    def __post_init__(self) -> None:
-        check_limits(self, HarnessError)
-
-    def check_max_loss(self) -> None:
-        """Raise HarnessError if ``max_loss`` is set without ``text``; jobs that add a text do not call this."""
-        if self.text is None and self.max_loss != MAX_LOSS:
-            raise HarnessError("`max_loss` has no effect without `text`: set `text`, or leave it out")
-
-    def placed_tokens(self, identity: ModelIdentity) -> int:
-        """Return the tokens that placement reserves memory for: those of the longest recall question or held-out text,
-        at least those of a task, whose prompts are not known yet.
-        """
-        recall = () if self.recall is None else self.recall.lengths_within(identity.max_tokens)
-        texts = () if self.text is None else (len(chunk.ids) for chunk in self.text.chunks)
-        return max((TASK_TOKENS, *recall, *texts))
 
 
 #: Option of every verb that judges arms by the loss of text.
@@ -275,7 +240,7 @@ class ReplacementConfig:
     Attributes:
         kind: ``zero``; ``mean``, the head's mean output over the tokens of ``texts`` texts; or ``resample``, its
             output at the same position of another text, which ``seed`` chooses for each input.
-        corpus: The texts of ``mean`` and ``resample``; None for ``zero``.
+        corpus: The texts of ``mean`` and ``resample``; None for ``zero``, and where a step names them (`with_corpus`).
         samples: Number of texts of ``resample``, each as long as the longest input; their outputs in all layers stay in
             memory.
     """
@@ -288,8 +253,6 @@ class ReplacementConfig:
 
     def __post_init__(self) -> None:
         check_limits(self, InterventionError)
-        if self.kind != "zero" and self.corpus is None:
-            raise InterventionError(f"`kind={self.kind}` needs texts: no corpus. Set `corpus`")
         if self.kind == "zero" and self.corpus is not None:
             raise InterventionError("`corpus` has no effect with `kind=zero`: leave it out, or use mean or resample")
         for name, used_by in (("texts", "mean"), ("samples", "resample"), ("seed", "resample")):
@@ -298,9 +261,19 @@ class ReplacementConfig:
                     f"`{name}` has no effect with `kind={self.kind}`: leave it out, or use {used_by}"
                 )
 
+    def with_corpus(self, corpus: CorpusSpec | None, model: ModelSpec) -> ReplacementConfig:
+        """Return the replacement with the texts of a step; the bundled model has its own. Raise InterventionError if it
+        has none.
+        """
+        if self.kind == "zero" or self.corpus is not None:
+            return self
+        if corpus is None and not model.is_demo:
+            raise InterventionError(f"`replace={self.kind}` needs texts: no corpus. Set `corpus`")
+        return replace(self, corpus=corpus or CorpusSpec(DEMO_CORPUS))
 
-#: Score of arms where a setting needs one and none is named.
-COMMON_SCORE = "output_norm_ln"
+
+#: Score of arms where a setting needs one and none is named, and the share of heads that it chooses.
+COMMON_SCORE, CHOSEN_SHARE = "output_norm_ln", 0.1
 #: How a mask ranks heads: by mean score, or by the share of inputs in which they are inactive.
 MaskOrder = Literal["mean", "inactive"]
 MaskOrderOption = Annotated[
@@ -320,7 +293,8 @@ class ChosenArms:
     """Choice of the arms that are compared with the baseline.
 
     Attributes:
-        criterion: Criterion whose order gives a mask of ``share`` heads, and a rule if ``rule``; None gives neither.
+        criterion: Criterion whose order gives a mask of ``share`` heads, and a rule if ``rule``. None gives neither, or
+            becomes `COMMON_SCORE` with ``share``, ``rule`` or ``run_id``.
         plans: Plans of the KV cache or their files, each evaluated in all ``plan_modes``; files are read at once.
 
     Raises:
@@ -347,7 +321,10 @@ class ChosenArms:
             names=RANKED_CRITERIA,
         ),
     ] = None
-    share: Annotated[float, Option("share of heads to ablate, chosen by the score", above=0, below=1)] = 0.1
+    share: Annotated[
+        float | None,
+        Option(f"share of heads to ablate, chosen by the score (default: {CHOSEN_SHARE:g})", above=0, below=1),
+    ] = None
     mask_order: MaskOrderOption = "mean"
     run_id: Annotated[
         str | None, Option("first characters of the id of that run (default: the newest of this model)", flag="--run")
@@ -395,7 +372,7 @@ class ChosenArms:
             least=0,
         ),
     ] = 0
-    replacement: ReplacementConfig = field(default_factory=ReplacementConfig)
+    replacement: Annotated[ReplacementConfig, Group("texts")] = field(default_factory=ReplacementConfig)
 
     def __post_init__(self) -> None:
         check_limits(self, InterventionError)
@@ -411,16 +388,17 @@ class ChosenArms:
                 check_is_plan(plan)
         if not self.plan_modes:
             raise InterventionError("`plan_modes` is empty (limit 1 mode). Set `plan_modes`")
+        if self.criterion is None and (self.share is not None or self.rule or self.run_id is not None):
+            object.__setattr__(self, "criterion", COMMON_SCORE)
+        if self.criterion is not None and self.share is None:
+            object.__setattr__(self, "share", CHOSEN_SHARE)
         ablates = bool(self.heads or self.mask or self.criterion)
         if self.replacement.kind != "zero" and not ablates:
             raise InterventionError(
                 f"`kind={self.replacement.kind}` needs ablated heads. Set `heads`, `mask` or `criterion`"
             )
         for name, needed, is_used in (
-            ("share", "`criterion`", bool(self.criterion)),
             ("mask_order", "`criterion`", bool(self.criterion)),
-            ("run_id", "`criterion`", bool(self.criterion)),
-            ("rule", "`criterion`", bool(self.criterion)),
             ("plan_modes", "`plans`", bool(self.plans)),
             ("controls", "`heads`, `mask`, `criterion` or `plans`", ablates or bool(self.plans)),
         ):
@@ -435,97 +413,25 @@ class ChosenArms:
 
 
 #: Words that stand for several scores.
-_SETS = {"all": tuple(SCORES), "none": ()}
-#: Option that splits the questions of a sweep.
-Confirm = Annotated[
-    bool,
-    Option(
-        "select the best arm of a sweep on half of the task questions and a quarter of the recall texts, and judge it "
-        "on the others; --no-confirm uses all questions for both, and the interval is then too narrow"
-    ),
-]
-
-
-#: The paper's shares of heads.
-SWEPT_SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
-
-
-@dataclass(frozen=True)
-class SweepConfig:
-    """Settings of a sweep.
-
-    Attributes:
-        shares: Nominal shares of heads to ablate; 0 ablates nothing and is left to the baseline.
-        mask_criteria: Scores, or other names in `RANKED_CRITERIA`, with a fixed mask at every share.
-        confirm: Judge the best arm on the questions that did not select it. The arms and their answers are the same; if
-            a half has too few questions, the sweep reports that before it starts.
-    """
-
-    evaluation: EvaluateConfig
-    scores: Annotated[
-        tuple[str, ...],
-        Option(
-            "comma-separated scores of the rules, `all` or `none` (default: all)",
-            kind="score",
-            names=SCORES,
-            sets=_SETS,
-        ),
-    ] = tuple(SCORES)
-    shares: Annotated[
-        tuple[float, ...],
-        Option("comma-separated shares of heads to ablate", flag="--shares --quantiles", least=0, below=1),
-    ] = SWEPT_SHARES
-    mask_criteria: Annotated[
-        tuple[str, ...],
-        Option(
-            "comma-separated scores of the masks, `all` or `none`; other criteria use the newest importance, ablate or "
-            "gates run of the model in the store",
-            flag="--masks",
-            kind="criterion",
-            names=RANKED_CRITERIA,
-            sets=_SETS,
-        ),
-    ] = ("output_norm_ln",)
-    mask_order: MaskOrderOption = "mean"
-    controls: Annotated[
-        int,
-        Option(
-            "number of random controls per share, for rules and for masks; 20 x the number of scores - 1 can show that "
-            "the choice among them is better than chance",
-            flag="--controls --seeds",
-            least=0,
-        ),
-    ] = 3
-    confirm: Confirm = True
-    replacement: ReplacementConfig = field(default_factory=ReplacementConfig)
-
-    def __post_init__(self) -> None:
-        check_limits(self, InterventionError)
-        if not any(self.shares) or not (self.scores or self.mask_criteria):
-            raise InterventionError(
-                "nothing to sweep: no score, or no share above 0. Set `shares`, and `scores` or `mask_criteria`"
-            )
-        self.evaluation.check_max_loss()
-
-    @property
-    def distinct_shares(self) -> tuple[float, ...]:
-        """The distinct shares above 0, ascending."""
-        return tuple(sorted({share for share in self.shares if share}))
-
-    def placed_tokens(self, identity: ModelIdentity) -> int:
-        """Return the tokens that placement reserves memory for."""
-        return self.evaluation.placed_tokens(identity)
-
-
+SCORE_SETS = {"all": tuple(SCORES), "none": ()}
 #: Mode of an ablate run.
 AblationMode = Literal["each", "all_but_one"]
 
 
 @dataclass(frozen=True)
 class LossTexts:
-    """Texts whose loss shows the effect of a head."""
+    """Texts whose loss is judged next to the tasks."""
 
-    corpus: CorpusSpec
+    corpus: Annotated[
+        CorpusSpec,
+        Option(
+            "text whose loss is judged, too, which needs fewer passes than accuracy: file, folder, data set on the hub,"
+            " or built-in corpus (default: none)",
+            flag="--held-out",
+            metavar="CORPUS",
+            parse=CorpusSpec,
+        ),
+    ]
     sequences: Annotated[int, Option("number of texts whose loss is measured", least=1)] = 128
     max_tokens: Annotated[
         int | None,
@@ -539,41 +445,6 @@ class LossTexts:
 
     def __post_init__(self) -> None:
         check_limits(self, InterventionError)
-
-
-@dataclass(frozen=True)
-class AblateConfig:
-    """Settings of a table of the effects of single heads.
-
-    Attributes:
-        evaluation: Tasks of which the accuracy is measured, or none. Effects are not measured on recall questions, so
-            ``recall`` is None or the default.
-        texts: Texts of which the loss is measured; None uses the tasks.
-        modes: ``each`` ablates one head at a time, ``all_but_one`` all other heads of its layer.
-    """
-
-    evaluation: EvaluateConfig
-    texts: LossTexts | None = None
-    modes: tuple[AblationMode, ...] = (EACH,)
-    replacement: ReplacementConfig = field(default_factory=ReplacementConfig)
-
-    def __post_init__(self) -> None:
-        check_limits(self, InterventionError)
-        if not self.modes:
-            raise InterventionError("`modes` is empty (limit 1 mode). Set `modes`")
-        if self.evaluation.recall not in (None, RecallQuestions()):
-            raise InterventionError("`evaluation.recall` has no effect on single heads: leave it out")
-        if self.evaluation.text is not None:
-            raise InterventionError("`evaluation.text` has no effect on single heads: leave it out, or set `texts`")
-        if self.evaluation.max_loss != MAX_LOSS:
-            raise InterventionError("`evaluation.max_loss` has no effect on single heads: leave it out")
-        if bool(self.evaluation.tasks.names) == (self.texts is not None):
-            both = "tasks and texts" if self.texts is not None else "neither tasks nor texts"
-            raise InterventionError(f"{both}, but effects have one metric. Set either `evaluation.tasks` or `texts`")
-
-    def placed_tokens(self, identity: ModelIdentity) -> int:
-        """Return the tokens that placement reserves memory for: those of the longest text, or those of a task."""
-        return TASK_TOKENS if self.texts is None else self.texts.longest(identity)
 
 
 #: One of each kind, the two best-known scores among them.

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK, RANKED_CRITERIA, RECALL_NAMES, SET_METHODS
-from headscan.errors import ModelLoadError, PruningError, first_line
+from headscan.catalog import RANKED_CRITERIA, RECALL_NAMES, SET_METHODS
+from headscan.errors import PruningError
 from headscan.model_spec import ModelSpec
-from headscan.options import BATCH_TOKENS, Count, Limits, Option, Seed, check_limits
-from headscan.settings.corpus_settings import SHORTEST, CorpusSpec, longest_text
-from headscan.windows import Window
+from headscan.options import Count, Group, Limits, Option, Seed, check_limits
+from headscan.settings.corpus_settings import DEMO_CORPUS, SHORTEST, CorpusSpec, longest_text
 
 if TYPE_CHECKING:
-    from headscan.plans import HeadPlan
     from headscan.runs.model_identity import ModelIdentity
 
 
@@ -28,14 +26,15 @@ class PruneTexts:
     """Texts of a pruning.
 
     Attributes:
-        corpus: Texts like those that the model will read: what they do not need is removed first.
+        corpus: Texts like those that the model will read: what they do not need is removed first. None names those of
+            the bundled model; other models need a corpus.
         held_out: Text that judges the result; None splits the documents of ``corpus`` into halves with about as many
             texts. A corpus of one document is split in the middle.
         sequences: Number of texts; one half chooses and repairs, the other judges. None takes 128, or as many as give
             the repair 8 tokens for each column of the widest projection that is solved.
     """
 
-    corpus: CorpusSpec
+    corpus: Annotated[CorpusSpec | None, Group()] = None
     held_out: CorpusSpec | None = None
     sequences: Annotated[
         int | None,
@@ -52,6 +51,16 @@ class PruneTexts:
 
     def __post_init__(self) -> None:
         check_limits(self, PruningError)
+
+    def of_model(self, model: ModelSpec, sequences: int) -> PruneTexts:
+        """Return the texts; the bundled model has its own, as many as ``sequences`` if no number is given."""
+        if self.corpus is not None:
+            return self
+        if not model.is_demo:
+            raise PruningError("`corpus` is required: name a text to calibrate on")
+        # The model has read the standard library, but not the modules that judge.
+        corpus, held_out = CorpusSpec("python-stdlib-modules"), CorpusSpec(DEMO_CORPUS)
+        return replace(self, corpus=corpus, held_out=held_out, sequences=self.sequences or sequences)
 
     def longest(self, identity: ModelIdentity) -> int:
         return longest_text(identity, self.max_tokens, _PRUNE_TOKENS)
@@ -79,7 +88,17 @@ class RecallPrompts:
 
     prompts: Annotated[int, Limits(least=0, multiple=8)] = 32
     max_tokens: Count = 512
-    weight: Annotated[float, Limits(above=0)] = 0.3
+    weight: Annotated[
+        float,
+        Option(
+            f"weight of recall prompts ({RECALL_NAMES}) in choice and repair, next to 1 for the texts; 0 or "
+            "--no-recall: texts alone",
+            flag="--recall-weight",
+            metavar="W",
+            least=0,
+            most=1e3,
+        ),
+    ] = 0.3
     seed: Seed = 0
 
     def __post_init__(self) -> None:
@@ -106,139 +125,3 @@ REPAIRS: Mapping[str, tuple[Literal["o", "v", "down"], ...]] = {
     "o+down": ("o", "down"),
     "o+v+down": ("o", "v", "down"),
 }
-
-
-#: Longest prompts of a damage measurement by default, in tokens.
-_PLAN_TOKENS = 1024
-
-
-@dataclass(frozen=True)
-class PlanConfig:
-    """Settings of the measured damage of windows, from which a plan is made.
-
-    Attributes:
-        corpus: Ordinary text.
-        sink: First tokens of a window.
-        recents: Widths of recent tokens; each KV head gets the narrowest that costs hardly more than the widest.
-        gates: Values of the gates of `kv_damages_by_sequence`.
-        granularity: ``layer`` measures windows on whole layers, one layer at a time.
-        block: Tokens of a block of the serving engine, as in a `HeadPlan`; windows are measured in whole blocks. None
-            keeps single tokens.
-        chunk: Tokens that see the same window, as in a `HeadPlan`; only the finished plan is measured with it, because
-            it widens windows. None gives each token its own.
-        seed: Seed of the recall prompts.
-        batch_tokens: Tokens of one pass, padding included.
-
-    Raises:
-        PlanError: A number is out of range.
-    """
-
-    model: ModelSpec
-    corpus: CorpusSpec
-    sink: Annotated[int, Limits(least=0)] = DEFAULT_SINK
-    recents: Annotated[tuple[int, ...], Limits(least=1)] = (DEFAULT_RECENT,)
-    max_tokens: Annotated[
-        int | None,
-        Option(
-            f"length of texts and recall prompts in tokens (default: the model's context, at most {_PLAN_TOKENS})",
-            least=1,
-        ),
-    ] = None
-    sequences: Annotated[int, Option("number of texts; one half is held out to measure the plan", least=2)] = 16
-    recall_prompts: Annotated[
-        int,
-        Option(
-            f"number of prompts of each recall task ({RECALL_NAMES}), a multiple of 8; 0 measures text only",
-            metavar="N",
-            least=0,
-            multiple=8,
-        ),
-    ] = 8
-    gates: Annotated[tuple[float, ...], Limits(least=0, most=1)] = (0.5,)
-    confirm: Annotated[
-        bool, Option("choose the KV heads or layers near the budget's edge by their loss with real window masks")
-    ] = True
-    granularity: Literal["kv_head", "layer"] = "kv_head"
-    block: Annotated[int | None, Limits(least=1)] = None
-    chunk: Annotated[int | None, Limits(least=1)] = None
-    seed: Seed = 0
-    batch_tokens: Count = BATCH_TOKENS
-
-    def __post_init__(self) -> None:
-        from headscan.plans import PlanError, check_chunk
-
-        check_limits(self, PlanError)
-        check_chunk(self.chunk, self.block)
-        for name in ("recents", "gates"):
-            if not getattr(self, name):
-                raise PlanError(f"`{name}` is empty (limit 1 value). Set `{name}`")
-
-    @property
-    def windows(self) -> tuple[Window, ...]:
-        """Windows, narrowest first."""
-        return tuple(Window(self.sink, recent, self.block or 1) for recent in sorted(set(self.recents)))
-
-    @property
-    def unit_names(self) -> str:
-        """What gets a window, in words."""
-        return "KV heads" if self.granularity == "kv_head" else "layers"
-
-    def longest(self, identity: ModelIdentity) -> int:
-        return longest_text(identity, self.max_tokens, _PLAN_TOKENS)
-
-
-@dataclass(frozen=True)
-class GenerateConfig:
-    """Settings of a text that is generated with the full KV cache and with a plan's.
-
-    Attributes:
-        plan: Plan of the model, as `headscan.plans.load_plan` reads it.
-        prompt: Text to continue greedily; with ``apply_chat_template`` a user's message, which the model
-            answers.
-    """
-
-    model: ModelSpec
-    plan: HeadPlan
-    prompt: str
-    apply_chat_template: Annotated[bool, Option("the prompt as a user's message, in the tokenizer's chat template")] = (
-        False
-    )
-    max_new_tokens: Annotated[int, Option("most tokens to generate", least=1)] = 64
-    prefill_chunk: Annotated[
-        int | None,
-        Option("prompt tokens read at a time, which bounds the peak memory (default: all)", metavar="TOKENS", least=1),
-    ] = None
-    rounds: Annotated[int, Option("times that each text is generated", least=1)] = 1
-
-    def __post_init__(self) -> None:
-        from headscan.plans import PlanError, check_is_plan
-
-        check_limits(self, PlanError)
-        check_is_plan(self.plan)
-
-    def prompt_ids(self, identity: ModelIdentity) -> tuple[int, ...]:
-        """Return the tokens of the prompt."""
-        tokenizer = identity.tokenizer
-        if not self.apply_chat_template:
-            return tuple(tokenizer(self.prompt)["input_ids"])
-        if not tokenizer.chat_template:
-            raise ModelLoadError(
-                f"the tokenizer of {identity.name} has no chat template. Load a chat model, or leave out "
-                "`apply_chat_template`"
-            )
-        from jinja2.exceptions import TemplateError
-
-        message = [{"role": "user", "content": self.prompt}]
-        try:
-            written = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-        # A tokenizer may have several templates without a default, or a broken one.
-        except (ValueError, TypeError, TemplateError) as problem:
-            raise ModelLoadError(
-                f"the chat template of {identity.name} cannot be used: {first_line(problem)}. Correct it, or leave out "
-                "`apply_chat_template`"
-            ) from problem
-        return tuple(tokenizer(written, add_special_tokens=False)["input_ids"])  # the template has the special tokens
-
-    def longest(self, identity: ModelIdentity) -> int:
-        """Return the length of the whole text."""
-        return len(self.prompt_ids(identity)) + self.max_new_tokens

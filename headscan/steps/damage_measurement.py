@@ -28,8 +28,8 @@ from headscan.options import BATCH_TOKENS
 from headscan.runs.model_identity import ModelIdentity
 from headscan.runs.progress import Progress
 from headscan.runs.run_context import ModelContext
-from headscan.settings.saving_settings import PlanConfig
 from headscan.statistics.scores import score
+from headscan.steps.plan import Plan
 from headscan.texts.recall_tasks import fixed_by
 from headscan.texts.token_requests import Request
 from headscan.windows import KeptKeys, KvHead, Window
@@ -163,8 +163,9 @@ def _readers(lm: LoadedModel, _: None) -> dict[KvHead, list[tuple[int, int]]]:
     return readers
 
 
-def read_prompts(config: PlanConfig, identity: ModelIdentity) -> list[Prompts]:
+def read_prompts(config: Plan, identity: ModelIdentity) -> list[Prompts]:
     """Return the texts of a measurement, and the prompts of each family of recall tasks."""
+    assert config.corpus is not None
     tokens = config.longest(identity)
     prompts = [text_prompts(config.corpus, identity, tokens, config.sequences, config.windows[-1].covers)]
     if config.recall_prompts:
@@ -180,7 +181,7 @@ class Measurement:
     """
 
     context: ModelContext
-    config: PlanConfig
+    config: Plan
     units: Units
     ranking: tuple[Prompts, ...]
     held_out: tuple[Prompts, ...]
@@ -190,7 +191,7 @@ class Measurement:
     @classmethod
     def of(
         cls,
-        config: PlanConfig,
+        config: Plan,
         context: ModelContext,
         prompts: Sequence[Prompts] | None = None,
         known: KnownNumbers | None = None,
@@ -246,7 +247,7 @@ class Measurement:
 
     def _pool(self, progress: Progress) -> DamagePool:
         facts, identity = self.context.facts, self.context.identity
-        tokens = pass_tokens(facts.device, self.config.batch_tokens)
+        tokens = pass_tokens(facts.device, self.context.batch_tokens)
         return DamagePool(self.context.pool, tokens, identity.rope_lengths, self.known, progress)
 
     def distant_order(self, window: Window) -> list[KvHead] | None:

@@ -10,13 +10,14 @@ from headscan.ranking.head_roles import find_mask
 from headscan.runs.head_orders import find_run
 from headscan.runs.model_identity import identify
 from headscan.runs.run_context import Run
-from headscan.settings.evaluation_settings import ChosenArms, EvaluateConfig
+from headscan.settings.evaluation_settings import ChosenArms
+from headscan.steps.evaluate import Evaluate
 from headscan.steps.plan_arms import check_plan, plan_arms
 from headscan.steps.run_evaluation import run_evaluation
 from headscan.texts.tasks import Questions
 
 
-def evaluate_chosen(config: EvaluateConfig, run: Run, chosen: ChosenArms) -> str:
+def evaluate_chosen(config: Evaluate, run: Run, chosen: ChosenArms) -> str:
     """Evaluate the baseline and the chosen arms; return the run's id."""
     # What can be refused without a pass of the model comes before the replacement, whose collection takes passes.
     mask_heads = find_mask(run.store, chosen.mask, run.identity.columns()).heads if chosen.mask else ()

@@ -7,7 +7,6 @@ of their head. The same command again resumes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from headscan.ablation.masks import HeadMask
@@ -16,7 +15,7 @@ from headscan.engine.replacements import ZERO_REPLACEMENT, ArmReplacement, colle
 from headscan.grid import Head, HeadGrid
 from headscan.runs.progress import at_work
 from headscan.runs.run_context import Run
-from headscan.settings.evaluation_settings import AblateConfig
+from headscan.steps.ablate import Ablate
 from headscan.steps.checks import check_next_token_head
 from headscan.steps.run_evaluation import Purpose, run_evaluation
 from headscan.store.records import ArmKind
@@ -55,16 +54,16 @@ class AblateResult(NamedTuple):
     effects: tuple[HeadEffect, ...]
 
 
-def run_ablate(config: AblateConfig, run: Run) -> AblateResult:
+def run_ablate(config: Ablate, run: Run) -> AblateResult:
     """Measure the effect of every head, record the table in the store, and return it."""
     check_next_token_head(run)
     text = None
-    if (texts := config.texts) is not None:
+    if not config.tasks.names:
+        assert config.corpus is not None
         text = HeldOutText.of_corpus(
-            texts.corpus, run.model, sequences=texts.sequences, max_tokens=texts.max_tokens, identity=run.identity
+            config.corpus, run.model, sequences=config.sequences, max_tokens=config.max_tokens, identity=run.identity
         )
-    evaluation = replace(config.evaluation, recall=None, text=text)
-    questions = Questions(evaluation.tasks, None, run.identity, text)
+    questions = Questions(config.tasks, None, run.identity, text)
     replacement = collect_replacement(config.replacement, run, questions.longest_input())
     arms = [BASELINE]
     for mode in config.modes:
@@ -72,6 +71,6 @@ def run_ablate(config: AblateConfig, run: Run) -> AblateResult:
     asked = f"{questions.tasks.questions} questions" if text is None else f"{len(text.chunks)} texts"
     run.say(f"{len(arms)} arms: the baseline and {len(arms) - 1} sets of heads, on {asked}")
     purpose = Purpose("ablate", {"replace": config.replacement.kind, **dict(replacement.details)}, judges_arms=False)
-    run_id = run_evaluation(evaluation, run, arms, questions=questions, purpose=purpose)
+    run_id = run_evaluation(config, run, arms, questions=questions, purpose=purpose)
     with at_work("effects and their intervals"):
         return AblateResult(run_id, tuple(record_effects(run.store, run_id)))

@@ -25,9 +25,9 @@ from headscan.errors import HeadscanError, StoreError
 from headscan.runs.model_identity import fingerprint
 from headscan.runs.progress import Progress, at_work
 from headscan.runs.run_context import Run
-from headscan.settings.corpus_settings import check_length
-from headscan.settings.measure_settings import CorpusRunConfig, Part
 from headscan.sizing.forward_flops import forward_flops
+from headscan.steps.corpus_step import CorpusStep
+from headscan.steps.scan import Part
 from headscan.store.records import RunKind, RunRecord, ShardRecord, ShardToWrite
 from headscan.store.store import Store
 from headscan.texts import CorpusReport, Shard, TokenSequence, open_corpus, sequences, shards
@@ -61,7 +61,7 @@ class CorpusMeasurement:
 
     Attributes:
         cost_in_passes: Time of measuring a sequence, as a multiple of a plain forward pass.
-        identity_settings: Settings on which the numbers depend, in addition to those of `CorpusRunConfig`.
+        identity_settings: Settings on which the numbers depend, in addition to those of `CorpusStep`.
         stored_settings: The same settings as the store records them.
     """
 
@@ -91,7 +91,7 @@ class CorpusRunResult:
 
 
 def run_corpus(
-    config: CorpusRunConfig,
+    config: CorpusStep,
     run: Run,
     measurement: CorpusMeasurement,
     *,
@@ -108,16 +108,16 @@ def run_corpus(
             finished.
     """
     identity, kind = run.identity, measurement.kind
-    check_length(identity, config.tokens.max_tokens)
-    corpus = open_corpus(config.corpus)
+    assert config.corpus is not None
+    tokens, corpus = config.tokens.within(identity), open_corpus(config.corpus)
     corpus_fingerprint = corpus.fingerprint()
     fingerprinted_settings = {
         "model": identity.fingerprint(),
         "dtype": config.model.dtype,
         "corpus": corpus_fingerprint,
-        "tokens": asdict(config.tokens),
+        "tokens": asdict(tokens),
         **measurement.identity_settings,
-        "batch_tokens": config.batch_tokens,
+        "batch_tokens": run.batch_tokens,
     }
     run_hash = run_fingerprint(run, kind, fingerprinted_settings, config.shard_size)
     finished_result = _finished_result(run, kind, run_hash, part)
@@ -127,16 +127,16 @@ def run_corpus(
     wanted_size = config.shard_size
     if part is not None and wanted_size is None:
         wanted_size = _PART_SHARD_SEQUENCES
-    shard_size = shard_size_of(run, kind, run_hash, wanted_size, config.tokens.max_tokens, measurement.cost_in_passes)
+    shard_size = shard_size_of(run, kind, run_hash, wanted_size, tokens.longest, measurement.cost_in_passes)
 
     report = CorpusReport()
-    corpus_shards = shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=shard_size)
+    corpus_shards = shards(sequences(corpus, identity.tokenizer, tokens, report), shard_size=shard_size)
     all_shards = _with_prompts(corpus_shards, list(prompts), shard_size)
     first_shards, has_more_shards = _read_ahead(all_shards)
-    if config.tokens.mode == "truncate" and report.truncated:
+    if tokens.mode == "truncate" and report.truncated:
         extent = "the first " if has_more_shards or report.stopped_at_limit else ""
         run.say(
-            f"{report.truncated:,} of {extent}{report.documents:,} documents exceed {config.tokens.max_tokens:,} "
+            f"{report.truncated:,} of {extent}{report.documents:,} documents exceed {tokens.longest:,} "
             "tokens: only their beginnings are measured; the mode chunk measures all of them"
         )
     total_shards = total_sequences = None
@@ -149,14 +149,14 @@ def run_corpus(
         config={
             "model": asdict(config.model),
             "corpus": asdict(config.corpus),
-            "tokens": asdict(config.tokens),
-            "attention_across_documents": config.tokens.attention_across_documents,
+            "tokens": asdict(tokens),
+            "attention_across_documents": tokens.attention_across_documents,
             **measurement.stored_settings,
             "shard_size": shard_size,
-            "batch_tokens": config.batch_tokens,
+            "batch_tokens": run.batch_tokens,
             **({} if part is None else {"parts": [str(part)]}),
         },
-        bos_policy=config.tokens.bos,
+        bos_policy=tokens.bos,
         corpus=config.corpus.name,
         corpus_hash=corpus_fingerprint,
         total_shards=total_shards,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import isnan
 from typing import Any, Protocol
 
@@ -25,9 +25,9 @@ from headscan.errors import NotFiniteError
 from headscan.runs.model_identity import ModelFacts, fingerprint
 from headscan.runs.progress import at_work
 from headscan.runs.run_context import Run
-from headscan.settings.evaluation_settings import EvaluateConfig
 from headscan.steps.checks import check_eviction, check_generates, check_models, check_next_token_head, check_resampled
 from headscan.steps.plan_arms import window_notes
+from headscan.steps.question_step import QuestionStep
 from headscan.store.records import ArmRecord, RunKind, RunRecord
 from headscan.store.store import Store
 from headscan.texts.tasks import Questions, TaskResults
@@ -54,7 +54,7 @@ EVALUATE = Purpose()
 
 
 def run_evaluation(
-    config: EvaluateConfig,
+    config: QuestionStep[Any],
     run: Run,
     arms: Sequence[Arm],
     *,
@@ -62,7 +62,7 @@ def run_evaluation(
     purpose: Purpose = EVALUATE,
 ) -> str:
     """Run every arm over every question; return the run's id. Arms with a model of their own are answered one model
-    after the other, and the pool of ``run`` is closed before. ``questions`` None makes those of the configuration.
+    after the other, and the pool of ``run`` is closed before. ``questions`` None makes those of ``config``.
     """
     if questions is None:
         questions = Questions(config.tasks, config.recall, run.identity, config.text)
@@ -76,8 +76,8 @@ def run_evaluation(
     check_eviction(run, arms, questions.requests)
     interventions = [arm.intervention for arm in arms]
     rounding = _rounding(run.facts, interventions, in_ranges=run.pool.staged)
-    record = _record(config, rounding, run, questions, purpose)
-    chunks = request_chunks(questions.requests, config.batch_tokens)
+    record = _record(run, questions, rounding, purpose, config.share_prefixes)
+    chunks = request_chunks(questions.requests, run.batch_tokens)
     with run.in_progress(record, arms=[arm.name for arm in arms]) as state:
         arm_run = ArmRun(run, state.run_id, arms, judges_arms=purpose.judges_arms)
         unfinished = arm_run.begin()
@@ -85,7 +85,7 @@ def run_evaluation(
         for spec in sorted(specs, key=lambda spec: spec is not None):  # the model of the baseline is open
             model_arms = {arm_id: arm for arm_id, arm in unfinished.items() if arm.model == spec}
             with nullcontext(run) if spec is None else run.on(spec, models[spec]) as model_run:
-                settings = _answering_settings(model_run, config, questions, interventions)
+                settings = _answering_settings(model_run, config.share_prefixes, questions, interventions)
                 arm_run.answer(model_run, model_arms, questions, chunks, settings)
         arm_run.finish()
     return state.run_id
@@ -104,7 +104,7 @@ class ArmQuestions(Protocol):
 
 
 def _answering_settings(
-    run: Run, config: EvaluateConfig, questions: Questions, interventions: Sequence[Intervention | None]
+    run: Run, share_prefixes: bool | None, questions: Questions, interventions: Sequence[Intervention | None]
 ) -> AnsweringSettings:
     """Return how the model of ``run`` answers its arms. ``interventions`` are those of all arms of the evaluation,
     which must round alike.
@@ -112,14 +112,9 @@ def _answering_settings(
     pool, facts = run.pool, run.facts
     check_next_token_head(run)
     check_generates(pool, questions.requests)
-    share_prefixes = False if pool.staged else config.share_prefixes
+    share_prefixes = False if pool.staged else share_prefixes
     settings = settings_for(
-        interventions,
-        config.batch_tokens,
-        share_prefixes,
-        dtype=facts.dtype,
-        rope=run.identity.rope_lengths,
-        say=run.say,
+        interventions, run.batch_tokens, share_prefixes, dtype=facts.dtype, rope=run.identity.rope_lengths, say=run.say
     )
     if pool.staged or settings.headscan_kernels:
         return replace(settings, bundle_size=1)
@@ -208,22 +203,17 @@ def _rounding(facts: ModelFacts, interventions: Sequence[Intervention | None], *
     return ", ".join(rounding)
 
 
-def _record(config: EvaluateConfig, rounding: str, run: Run, questions: Questions, purpose: Purpose) -> RunRecord:
+def _record(run: Run, questions: Questions, rounding: str, purpose: Purpose, share_prefixes: bool | None) -> RunRecord:
     settings: dict[str, Any] = {
-        **{name: value for name, value in asdict(config.tasks).items() if name not in ("names", "include_path")},
-        "fewshot_as_multiturn": config.tasks.multiturn,
-        "tasks": config.tasks.names,
-        "recall": None if config.recall is None else config.recall.settings(),
-        "batch_tokens": config.batch_tokens,
-        "share_prefixes": config.share_prefixes,
+        **questions.settings(),
+        "batch_tokens": run.batch_tokens,
+        "share_prefixes": share_prefixes,
         "rounding": rounding,
         **purpose.settings,
     }
-    if config.text is not None:
-        settings["text"] = config.text.settings()
     identifying = {
         "model": run.identity.fingerprint(),
-        "dtype": config.model.dtype,
+        "dtype": run.model.dtype,
         "questions": questions.fingerprint(),
         **settings,
     }
@@ -231,9 +221,9 @@ def _record(config: EvaluateConfig, rounding: str, run: Run, questions: Question
         purpose.kind,
         fingerprint(identifying),
         config=settings
-        | {"dtype": config.model.dtype, "groups": questions.tasks.groups, "requests": len(questions.requests)},
-        bos_policy=config.tasks.bos,
-        corpus=",".join(config.tasks.names) or (None if config.text is None else config.text.corpus),
+        | {"dtype": run.model.dtype, "groups": questions.tasks.groups, "requests": len(questions.requests)},
+        bos_policy=questions.config.bos,
+        corpus=",".join(questions.config.names) or (None if questions.text is None else questions.text.corpus),
         corpus_hash=fingerprint(questions.fingerprint()),
     )
 

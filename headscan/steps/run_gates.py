@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +27,8 @@ from headscan.pruning.calibration import Calibration
 from headscan.runs.model_identity import ModelIdentity, fingerprint
 from headscan.runs.progress import Progress
 from headscan.runs.run_context import Run
-from headscan.settings.corpus_settings import SHORTEST, longest_text
-from headscan.settings.measure_settings import GatesConfig
+from headscan.settings.corpus_settings import SHORTEST
+from headscan.steps.gates import Gates as GatesStep
 from headscan.texts.sequences import read_spread
 
 
@@ -67,8 +67,9 @@ class GatesResult:
     already_done: bool
 
 
-def run_gates(config: GatesConfig, run: Run) -> GatesResult:
+def run_gates(config: GatesStep, run: Run) -> GatesResult:
     identity = run.identity
+    config = replace(config, fit=replace(config.fit, batch_tokens=run.batch_tokens))
     ids, lengths = _token_batch(config, identity)
     facts = {"site": config.site, "two_sided": config.two_sided, "fit": asdict(config.fit)}
     texts = fingerprint({"ids": ids.tolist(), "lengths": lengths.tolist()})
@@ -79,12 +80,14 @@ def run_gates(config: GatesConfig, run: Run) -> GatesResult:
     refuse_staged(run.pool, "the derivative of a gate")
     grid = run.facts.grid.at(config.site)
     closed = _closed_count(config, grid)
-    sizes = {"sequences": len(ids), "max_tokens": config.max_tokens}
+    corpus = config.corpus
+    assert corpus is not None
+    sizes = {"sequences": len(ids), "max_tokens": config.longest(identity)}
     record = run.record(
         "gates",
         run_hash,
-        config={"model": asdict(config.model), "corpus": asdict(config.corpus), **facts, **sizes},
-        corpus=config.corpus.name,
+        config={"model": asdict(config.model), "corpus": asdict(corpus), **facts, **sizes},
+        corpus=corpus.name,
         corpus_hash=texts,
     )
     with run.in_progress(record) as state:
@@ -137,7 +140,7 @@ def gate_table(run_id: str, grid: HeadGrid, down: Gates, up: Gates | None, close
 
 
 def _fit(
-    config: GatesConfig, run: Run, grid: HeadGrid, ids: np.ndarray, lengths: np.ndarray, folder: Path, run_hash: str
+    config: GatesStep, run: Run, grid: HeadGrid, ids: np.ndarray, lengths: np.ndarray, folder: Path, run_hash: str
 ) -> tuple[Gates, Gates | None]:
     """Fit once or twice; states that were saved in the folder are resumed."""
 
@@ -161,15 +164,16 @@ def _fit(
         return down, fitted("up", opposite(config.fit, down), progress.update) if config.two_sided else None
 
 
-def _token_batch(config: GatesConfig, identity: ModelIdentity) -> tuple[np.ndarray, np.ndarray]:
+def _token_batch(config: GatesStep, identity: ModelIdentity) -> tuple[np.ndarray, np.ndarray]:
     """Return token ids (B, N) padded on the right, and lengths (B,)."""
-    tokens = longest_text(identity, config.max_tokens)
+    assert config.corpus is not None
+    tokens = config.longest(identity)
     texts = read_spread(config.corpus, identity.tokenizer, tokens, config.sequences, shortest=min(SHORTEST, tokens))
     ids, lengths = pad([text.ids for text in texts])
     return ids.numpy(), lengths.numpy()
 
 
-def _closed_count(config: GatesConfig, grid: HeadGrid) -> int:
+def _closed_count(config: GatesStep, grid: HeadGrid) -> int:
     share = config.fit.share or 0.0
     count = head_count(share, grid.total_heads)
     if not share or count >= grid.total_heads:
@@ -180,5 +184,5 @@ def _closed_count(config: GatesConfig, grid: HeadGrid) -> int:
     return count
 
 
-def _mask_name(config: GatesConfig, run_id: str) -> str:
+def _mask_name(config: GatesStep, run_id: str) -> str:
     return f"gates-{config.fit.share:g}-{run_id[:6]}"

@@ -20,7 +20,7 @@ from headscan.errors import SequenceError
 from headscan.kv.plan_cache import PlanCache, cache_bytes
 from headscan.models.loaded_model import LoadedModel
 from headscan.runs.run_context import ModelContext
-from headscan.settings.saving_settings import GenerateConfig
+from headscan.steps.generate import Generate
 from headscan.steps.plan_arms import check_plan
 from headscan.windows import KeptKeys
 
@@ -81,7 +81,7 @@ class GenerationComparison:
         return None if lengths[0] == lengths[1] else min(lengths)
 
 
-def run_generate(config: GenerateConfig, model: ModelContext) -> GenerationComparison:
+def run_generate(config: Generate, model: ModelContext) -> GenerationComparison:
     """Generate the text with both caches on one replica."""
     kept = config.plan.kept
     prompt = config.prompt_ids(model.identity)

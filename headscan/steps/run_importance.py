@@ -21,12 +21,12 @@ from headscan.errors import UnsupportedModelError
 from headscan.gradients.head_importance import default_loss, entropies, head_gradients
 from headscan.gradients.losses import Loss
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.model_facts import RopeLengths
+from headscan.models.model_facts import RopeLengths, is_classifier
 from headscan.models.token_batches import Batch, pad, run_halving, whole_batches
 from headscan.runs.model_identity import ModelIdentity
 from headscan.runs.run_context import Run
 from headscan.settings.corpus_settings import TokenConfig
-from headscan.settings.measure_settings import ImportanceConfig, LabelledImportanceConfig, LossReduction
+from headscan.steps.importance import Importance, LossReduction
 from headscan.steps.run_corpus import (
     CorpusMeasurement,
     CorpusRunResult,
@@ -38,7 +38,7 @@ from headscan.steps.run_corpus import (
 )
 from headscan.steps.run_scan import HeadMeasurements, head_table
 from headscan.texts import CorpusReport
-from headscan.texts.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss
+from headscan.texts.labelled_texts import Answers, LabelledText, labelled_loss, read_labelled
 from headscan.texts.recall_tasks import fixed_by
 from headscan.texts.sequences import hash_ids, special_tokens
 
@@ -104,24 +104,26 @@ def recall_texts(identity: ModelIdentity, config: TokenConfig, count: int) -> li
     """
     tokenizer, special = identity.tokenizer, special_tokens(identity.tokenizer, config)
     texts: list[corpora.TokenSequence] = []
-    for prompts in recall_prompts(identity, config.max_tokens, count, seed=0):
+    for prompts in recall_prompts(identity, config.longest, count, seed=0):
         for request in prompts.requests:
             text = str(tokenizer.decode(list(request.ids), skip_special_tokens=True))
             whole = tokenizer.encode(text, add_special_tokens=False, verbose=False)
-            body = np.asarray(whole[: config.max_tokens - special.total], dtype=np.int32)
+            body = np.asarray(whole[: config.longest - special.total], dtype=np.int32)
             ids, number, name = special.around(body), len(texts), prompts.name
             is_cut = len(body) < len(whole)
             texts.append(corpora.TokenSequence(number, number, name, ids, is_cut, hash_ids(ids)[:16], name))
     return texts
 
 
-def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
+def run_importance(config: Importance, run: Run) -> CorpusRunResult:
     """Measure the importance of all heads on a corpus, and on recall prompts if the settings ask for some."""
+    if is_classifier(run.model.config()):
+        raise UnsupportedModelError(f"{run.identity.name} is a classifier, and text has no labels. Set `data`")
     settings: dict[str, Any] = {"reduction": config.reduction, "measured": MEASURED}
     if config.recall_prompts:
         settings["recall_prompts"] = config.recall_prompts
     task = partial(
-        measure_importance, reduction=config.reduction, batch_tokens=config.batch_tokens, rope=run.identity.rope_lengths
+        measure_importance, reduction=config.reduction, batch_tokens=run.batch_tokens, rope=run.identity.rope_lengths
     )
     measurement = CorpusMeasurement(
         "importance", task, cost_in_passes=_COST_IN_PASSES, identity_settings=settings, stored_settings=settings
@@ -129,7 +131,7 @@ def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
     return run_corpus(config, run, measurement, prompts=_recall_prompts(config, run))
 
 
-def _recall_prompts(config: ImportanceConfig, run: Run) -> Iterator[corpora.TokenSequence]:
+def _recall_prompts(config: Importance, run: Run) -> Iterator[corpora.TokenSequence]:
     """Yield the recall prompts of the settings. A generator, because a run that is finished does not load the model."""
     if not config.recall_prompts:
         return
@@ -139,7 +141,7 @@ def _recall_prompts(config: ImportanceConfig, run: Run) -> Iterator[corpora.Toke
             " `recall_prompts` to 0"
         )
     with fixed_by("Set `recall_prompts` to 0, or raise `max_tokens` if the length is too small"):
-        texts = recall_texts(run.identity, config.tokens, config.recall_prompts)
+        texts = recall_texts(run.identity, config.tokens.within(run.identity), config.recall_prompts)
     yield from texts
 
 
@@ -169,15 +171,17 @@ def measure_labelled(
     return _measure_losses(lm, shard, loss_of, lengths, whole_batches(lengths, batch_tokens, rope.group))
 
 
-def run_labelled_importance(config: LabelledImportanceConfig, run: Run, *, texts: LabelledTexts) -> CorpusRunResult:
+def run_labelled_importance(config: Importance, run: Run) -> CorpusRunResult:
     """Measure the importance of all heads on labelled examples into a store."""
+    assert config.data is not None
     identity = run.identity
+    texts = read_labelled(config.data, run.model, identity, config.tokens.max_tokens)
     if texts.truncated:
         run.say(f"{texts.truncated} of {len(texts.texts)} examples were cut to the longest allowed text")
     settings = {
         "reduction": config.reduction,
         "measured": MEASURED,
-        "batch_tokens": config.batch_tokens,
+        "batch_tokens": run.batch_tokens,
         "answers": texts.answers.value,
     }
     data_hash = texts.fingerprint()
@@ -199,7 +203,7 @@ def run_labelled_importance(config: LabelledImportanceConfig, run: Run, *, texts
         measure_labelled,
         answers=texts.answers,
         reduction=config.reduction,
-        batch_tokens=config.batch_tokens,
+        batch_tokens=run.batch_tokens,
         rope=identity.rope_lengths,
     )
     record = run.record(

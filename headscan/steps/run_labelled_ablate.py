@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,18 +22,16 @@ from headscan.engine.answering import RequestChunk
 from headscan.engine.arms import BASELINE, Arm
 from headscan.errors import InterventionError
 from headscan.grid import HeadGrid
-from headscan.model_spec import ModelSpec
-from headscan.options import BATCH_TOKENS, Count, Limits, check_limits
 from headscan.runs.model_identity import ModelIdentity, fingerprint
 from headscan.runs.progress import at_work
 from headscan.runs.run_context import Run
-from headscan.settings.corpus_settings import ExampleError, ExamplesSpec, LabelledMetric
-from headscan.settings.evaluation_settings import AblationMode
+from headscan.settings.corpus_settings import ExamplesSpec
+from headscan.steps.ablate import Ablate
 from headscan.steps.run_ablate import AblateResult, ablated_sets
 from headscan.steps.run_evaluation import ArmRun
 from headscan.store.records import ArmKind, RunRecord
-from headscan.store.tables import ACCURACY, BLEU, EACH, LOSS
-from headscan.texts.labelled_texts import Answers, ExampleRequest, LabelledText, LabelledTexts
+from headscan.store.tables import ACCURACY, BLEU, LOSS
+from headscan.texts.labelled_texts import Answers, ExampleRequest, LabelledText, LabelledTexts, read_labelled
 from headscan.texts.tasks import ANSWERS, RESULTS, TaskResults
 from headscan.texts.token_requests import LogLikelihood
 from headscan.verdicts.head_effects import bleu, record_effects
@@ -64,61 +62,27 @@ _CHUNK_EXAMPLES = 512
 _SPARE_TOKENS = 8
 
 
-@dataclass(frozen=True)
-class LabelledEvaluateConfig:
-    """Settings of labelled examples that judge ablated heads.
-
-    Attributes:
-        metric: Accuracy, loss or BLEU; None uses accuracy for classes and BLEU for target texts.
-        max_tokens: Longest text and target text; None uses the model's context, at most 2,048 tokens.
-    """
-
-    model: ModelSpec
-    data: ExamplesSpec
-    metric: LabelledMetric | None = None
-    max_tokens: Annotated[int | None, Limits(least=1)] = None
-    batch_tokens: Count = BATCH_TOKENS
-
-    def __post_init__(self) -> None:
-        check_limits(self, ExampleError)
-
-    def metric_of(self, texts: LabelledTexts) -> str:
-        known = METRICS[texts.answers]
-        if self.metric is not None and self.metric not in known:
-            raise InterventionError(
-                f"metric {self.metric!r} of {texts.answers.value} targets (limit {', '.join(known)}). Choose another"
-            )
-        return known[0] if self.metric is None else self.metric
-
-
-@dataclass(frozen=True)
-class LabelledAblateConfig:
-    """Settings of a table of the effects of single heads on labelled examples.
-
-    Attributes:
-        modes: ``each`` ablates one head at a time, ``all_but_one`` all other heads of its layer.
-    """
-
-    judging: LabelledEvaluateConfig
-    modes: tuple[AblationMode, ...] = (EACH,)
-
-    def __post_init__(self) -> None:
-        check_limits(self, InterventionError)
-        if not self.modes:
-            raise InterventionError("`modes` is empty (limit 1 mode). Set `modes`")
+def metric_of(asked: str | None, texts: LabelledTexts) -> str:
+    """Return the metric of examples: the one that is asked, or the default of their targets."""
+    known = METRICS[texts.answers]
+    if asked is not None and asked not in known:
+        raise InterventionError(
+            f"metric {asked!r} of {texts.answers.value} targets (limit {', '.join(known)}). Choose another"
+        )
+    return known[0] if asked is None else asked
 
 
 @dataclass
 class LabelledQuestions:
     """The examples ``judging`` as questions of an evaluation; the JSON data ``settings`` are a part of its identity."""
 
-    config: LabelledEvaluateConfig
+    data: ExamplesSpec
+    metric: str
     texts: LabelledTexts
     judging: Sequence[LabelledText]
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.metric = self.config.metric_of(self.texts)
         self._hashes = [fingerprint({"example": (text.index, *text.tokens)}) for text in self.judging]
 
     def record(self, run: Run) -> RunRecord:
@@ -126,18 +90,18 @@ class LabelledQuestions:
             "metric": self.metric,
             "answers": self.texts.answers.value,
             "examples": len(self.judging),
-            "batch_tokens": self.config.batch_tokens,
+            "batch_tokens": run.batch_tokens,
             "replace": "zero",
             **self.settings,
         }
         data_hash = self.texts.fingerprint()
-        model = {"model": run.identity.fingerprint(), "dtype": self.config.model.dtype}
+        model = {"model": run.identity.fingerprint(), "dtype": run.model.dtype}
         return run.record(
             "ablate",
             fingerprint({**model, "examples_hash": data_hash, **settings}),
-            config={"data": asdict(self.config.data), "dtype": self.config.model.dtype, **settings},
+            config={"data": asdict(self.data), "dtype": run.model.dtype, **settings},
             bos_policy=None,
-            corpus=self.config.data.name,
+            corpus=self.data.name,
             corpus_hash=data_hash,
         )
 
@@ -156,7 +120,7 @@ class LabelledQuestions:
         graded = self.metric == ACCURACY
         rows = [
             {
-                "task": self.config.data.name,
+                "task": self.data.name,
                 "question": text.index,
                 "doc_hash": text.document,
                 "target": text.target,
@@ -168,7 +132,7 @@ class LabelledQuestions:
             for text, answer, own in zip(self.judging, given, numbers, strict=True)
         ]
         result = {
-            "task": self.config.data.name,
+            "task": self.data.name,
             "is_group": False,
             "metric": self.metric,
             "filter": "none",
@@ -209,14 +173,16 @@ def answer_labelled(questions: LabelledQuestions, run: Run, run_id: str, arms: S
     refuse_staged(run.pool, "an answer to a labelled example")
     arm_run = ArmRun(run, run_id, arms, judges_arms=False)
     if unfinished := arm_run.begin():
-        settings = AnsweringSettings(questions.config.batch_tokens, share_prefixes=False, bundle_size=1)
+        settings = AnsweringSettings(run.batch_tokens, share_prefixes=False, bundle_size=1)
         arm_run.answer(run, unfinished, questions, questions.chunks(run.identity), settings)
     arm_run.finish()
 
 
-def run_labelled_ablate(config: LabelledAblateConfig, run: Run, *, texts: LabelledTexts) -> AblateResult:
+def run_labelled_ablate(config: Ablate, run: Run) -> AblateResult:
     """Measure the effect of every head of every site, record the table in the store, and return it."""
-    questions = LabelledQuestions(config.judging, texts, texts.texts)
+    assert config.data is not None
+    texts = read_labelled(config.data, run.model, run.identity, config.max_tokens)
+    questions = LabelledQuestions(config.data, metric_of(config.metric, texts), texts, texts.texts)
     arms = [BASELINE, *(arm for mode in config.modes for arm in single_arms(run.facts.grid, mode))]
     run.say(f"{len(arms)} arms: the baseline and {len(arms) - 1} sets of heads, on {len(texts.texts)} examples")
     with run.in_progress(questions.record(run), arms=[arm.name for arm in arms]) as state:

@@ -35,37 +35,37 @@ from headscan.plans.window_search import Heads, Increases, WindowSearch, edge, s
 from headscan.runs.code_version import code_version
 from headscan.runs.model_identity import fingerprint
 from headscan.runs.run_context import ModelContext
-from headscan.settings.saving_settings import PlanConfig
 from headscan.steps.damage_measurement import Measurement, read_prompts
+from headscan.steps.plan import Plan
 from headscan.windows import KeptKeys, KvHead, Window
 
 #: Heads are flipped, and exchanges tried, on one in so many prompts of a task.
 _SCREENING_PARTS = 4
 
 
-def run_plan(config: PlanConfig, model: ModelContext, budget: BudgetRequest | LossLimit) -> HeadPlan:
+def run_plan(config: Plan, model: ModelContext, budget: BudgetRequest | LossLimit) -> HeadPlan:
     """Make a plan whose keep-scores are the measured damage of a window on each KV head or layer. The same call with a
     `Run` resumes.
     """
     return measured_plans(config, model, [budget])[0]
 
 
-def measured_plans(
-    config: PlanConfig, model: ModelContext, budgets: Sequence[BudgetRequest | LossLimit]
-) -> list[HeadPlan]:
+def measured_plans(config: Plan, model: ModelContext, budgets: Sequence[BudgetRequest | LossLimit]) -> list[HeadPlan]:
     """Make a plan for each budget from one measurement; see `run_plan`. A `Run` keeps what is measured in its
     store, so that the same call resumes, and another budget measures only what it needs in addition.
     """
+    corpus = config.corpus
+    assert corpus is not None
     prompts = read_prompts(config, model.identity)
     facts = {
         "model": model.identity.fingerprint(),
         "dtype": model.model.dtype,
-        "batch_tokens": config.batch_tokens,
+        "batch_tokens": model.batch_tokens,
         "prompts": [(each.name, hash_of(each.requests)) for each in prompts],
     }
-    stored = {"model": asdict(model.model), "corpus": asdict(config.corpus), "batch_tokens": config.batch_tokens}
+    stored = {"model": asdict(model.model), "corpus": asdict(corpus), "batch_tokens": model.batch_tokens}
     record = model.record(
-        "plan", fingerprint(facts), config=stored, corpus=config.corpus.name, corpus_hash=prompts[0].content_hash
+        "plan", fingerprint(facts), config=stored, corpus=corpus.name, corpus_hash=prompts[0].content_hash
     )
     with model.resumable_numbers(record) as known:
         measurement = Measurement.of(config, model, prompts, known)
@@ -208,7 +208,7 @@ def _calibration(measurement: Measurement) -> DamageCalibration:
             DamageTexts(each.task, each.name, each.content_hash, len(each.requests), each.tokens, points)
             for each in measurement.ranking
         ),
-        sink=config.sink,
+        sink=config.windows[0].sink,
         recent=config.windows[0].recent,
         dtype=facts.dtype,
         attention_path=facts.attention_path,

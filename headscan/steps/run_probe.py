@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from headscan.models.token_batches import run_halving, whole_batches
 from headscan.runs.model_identity import ModelIdentity, fingerprint
 from headscan.runs.progress import Progress
 from headscan.runs.run_context import Run
-from headscan.settings.measure_settings import ProbeConfig, ProbeError
+from headscan.steps.probe import Probe, ProbeError
 from headscan.texts import Corpus, TokenConfig, open_corpus, sequences
 
 #: Hidden sentences and their questions. No sentence's end follows from its beginning or from a haystack.
@@ -76,20 +76,15 @@ class ProbeItem:
         return len(self.prompts) or self.settings.sequences
 
 
-def default_lengths(identity: ModelIdentity) -> tuple[int, ...]:
-    """Return 512 and 2,048 tokens, each at most the model's context length."""
-    limit = identity.max_tokens or 2048
-    return tuple(dict.fromkeys(min(length, limit) for length in (512, 2048)))
-
-
-def run_probe(config: ProbeConfig, run: Run) -> ProbeResult:
+def run_probe(config: Probe, run: Run) -> ProbeResult:
     identity = run.identity
+    config = replace(config, probe=replace(config.probe, lengths=config.probe.lengths_within(identity.max_tokens)))
     names = check_behaviours(config.behaviours)
     if not names:
         names = tuple(b.name for b in BEHAVIOURS.values() if b.probe == "repeats" or identity.found_tokenizer)
         if left_out := [name for name in BEHAVIOURS if name not in names]:
             run.say(f"{identity.name} has no tokenizer; not measured: {', '.join(left_out)}")
-    facts = _facts(config, names)
+    facts = _facts(config, names, run.batch_tokens)
     corpus = None
     if any(BEHAVIOURS[name].probe == "needle" for name in names):
         _check_lengths(config.probe, identity)
@@ -101,12 +96,12 @@ def run_probe(config: ProbeConfig, run: Run) -> ProbeResult:
 
     items = []
     if any(BEHAVIOURS[name].probe == "repeats" for name in names):
-        items.append(ProbeItem("repeated tokens", config.probe, (), config.batch_tokens))
+        items.append(ProbeItem("repeated tokens", config.probe, (), run.batch_tokens))
     corpus_hash = None
     if corpus is not None:
-        haystack = _first_tokens(corpus, identity, max(config.probe.lengths))
+        haystack = _first_tokens(corpus, identity, config.longest(identity))
         corpus_hash = f"{facts['corpus'][:16]}-{hashlib.sha256(haystack.tobytes()).hexdigest()[:16]}"
-        items += _needle_items(config, identity, haystack)
+        items += _needle_items(config, run, haystack)
 
     if not run.facts.grid.predicts_next_token:
         raise UnsupportedModelError(
@@ -175,9 +170,9 @@ def behaviour_table(grid: HeadGrid, scores: dict[str, np.ndarray]) -> pa.Table:
     )
 
 
-def _facts(config: ProbeConfig, names: Sequence[str]) -> dict[str, Any]:
+def _facts(config: Probe, names: Sequence[str], batch_tokens: int) -> dict[str, Any]:
     probes = {BEHAVIOURS[name].probe for name in names}
-    facts: dict[str, Any] = {"behaviours": list(names), "batch_tokens": config.batch_tokens}
+    facts: dict[str, Any] = {"behaviours": list(names), "batch_tokens": batch_tokens}
     settings = asdict(config.probe)
     if "repeats" in probes:
         facts |= {name: settings[name] for name in ("seed", "sequences", "tokens", "repeats")}
@@ -187,14 +182,16 @@ def _facts(config: ProbeConfig, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_lengths(settings: BehaviourProbe, identity: ModelIdentity) -> None:
-    longest = max(settings.lengths)
+    longest = max(settings.lengths_within(identity.max_tokens))
     if identity.max_tokens is not None and longest > identity.max_tokens:
         raise SequenceError(
             f"`lengths={longest}` (limit {identity.max_tokens} positions of {identity.name}). Lower `lengths`"
         )
 
 
-def _needle_items(config: ProbeConfig, identity: ModelIdentity, haystack: np.ndarray) -> list[ProbeItem]:
+def _needle_items(config: Probe, run: Run, haystack: np.ndarray) -> list[ProbeItem]:
+    identity = run.identity
+
     def tokens(text: str) -> tuple[int, ...]:
         ids = tuple(identity.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         known = sum(token != identity.tokenizer.unk_token_id for token in ids)
@@ -212,9 +209,9 @@ def _needle_items(config: ProbeConfig, identity: ModelIdentity, haystack: np.nda
             f"needles in {length} tokens",
             settings,
             tuple(needle_prompts(length, settings.depths, hay, needles, _beginning(identity))),
-            config.batch_tokens,
+            run.batch_tokens,
         )
-        for length in dict.fromkeys(settings.lengths)
+        for length in dict.fromkeys(settings.lengths_within(identity.max_tokens))
     ]
 
 

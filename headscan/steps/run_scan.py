@@ -24,19 +24,19 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import Batch, pad, whole_batches
 from headscan.runs.run_context import Run
-from headscan.settings.measure_settings import ScanConfig
 from headscan.steps.run_corpus import CorpusMeasurement, CorpusRunResult, ShardTable, run_corpus
+from headscan.steps.scan import Scan
 
 #: Time of measuring a sequence, as a multiple of a plain forward pass; it only chooses the size of a shard.
 _COST_IN_PASSES = 1.5
 
 
-def run_scan(config: ScanConfig, run: Run) -> CorpusRunResult:
+def run_scan(config: Scan, run: Run) -> CorpusRunResult:
     """Measure the statistics of all heads on a corpus, and report how many rows have values that are not finite."""
     settings = {"statistics": config.measured, "keep_nonfinite": config.keep_nonfinite}
     widths = asdict(config.widths)
     task = MeasureShard(
-        config.measured, config.widths, config.batch_tokens, config.keep_nonfinite, run.identity.rope_lengths
+        config.measured, config.widths, run.batch_tokens, config.keep_nonfinite, run.identity.rope_lengths
     )
     measurement = CorpusMeasurement(
         "scan",

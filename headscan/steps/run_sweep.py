@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -26,11 +27,13 @@ from headscan.runs.head_orders import find_run
 from headscan.runs.model_identity import ModelFacts, fingerprint
 from headscan.runs.progress import at_work
 from headscan.runs.run_context import Run
-from headscan.settings.evaluation_settings import IN_ALL, EvaluateConfig, SweepConfig, TaskConfig
+from headscan.settings.evaluation_settings import IN_ALL, TaskConfig
 from headscan.steps.checks import check_generates, check_next_token_head
+from headscan.steps.question_step import QuestionStep
 from headscan.steps.run_corpus import measure_shards
 from headscan.steps.run_evaluation import EVALUATE, Purpose, run_evaluation
 from headscan.steps.run_scan import MeasureShard
+from headscan.steps.sweep import Sweep
 from headscan.store.records import ArmKind
 from headscan.store.store import Store
 from headscan.store.verdict_limits import QUESTIONS_PER_TEXT, RECALL_SPLITS, identical_questions
@@ -43,7 +46,7 @@ from headscan.verdicts.judge import Verdict, judge
 from headscan.verdicts.scope_verdicts import least_questions, recall_needed, solves
 
 
-def size_recall(config: EvaluateConfig, run: Run, *, judging_share: float, comparisons: int = 1) -> EvaluateConfig:
+def size_recall(config: Sweep, run: Run, *, judging_share: float, comparisons: int = 1) -> Sweep:
     """Ask the whole model, and return the settings with as many recall questions as its recall needs. The number stays
     if the settings state one; a line then warns if no arm could be shown to keep recall. The share ``judging_share`` of
     the recall texts, 0 to 1, judges ``comparisons`` arms.
@@ -65,7 +68,7 @@ def size_recall(config: EvaluateConfig, run: Run, *, judging_share: float, compa
     return replace(config, recall=replace(recall, in_all=sizes))
 
 
-def whole_model_recall(config: EvaluateConfig, run: Run) -> dict[str, tuple[float, int]]:
+def whole_model_recall(config: QuestionStep[Any], run: Run) -> dict[str, tuple[float, int]]:
     """Ask the whole model the recall questions; return accuracy in percent and number of questions by family. The
     result is empty if the questions fit neither the context nor the tokenizer.
     """
@@ -74,11 +77,7 @@ def whole_model_recall(config: EvaluateConfig, run: Run) -> dict[str, tuple[floa
     if not questions.requests:
         return {}
     run_id = run_evaluation(
-        replace(config, tasks=tasks, text=None),
-        run,
-        [BASELINE],
-        questions=questions,
-        purpose=Purpose(kind="recall", judges_arms=False),
+        config, run, [BASELINE], questions=questions, purpose=Purpose(kind="recall", judges_arms=False)
     )
     rows = run.store.query(
         "SELECT split_part(task, '@', 1) AS family, 100 * avg(correct) AS right_share, count(*) AS asked"
@@ -114,7 +113,7 @@ def _size(
 _SHARD = 64
 
 
-def record_prompts(config: EvaluateConfig, run: Run, questions: Questions) -> str:
+def record_prompts(config: Sweep, run: Run, questions: Questions) -> str:
     """Measure every prompt of the benchmark with no head ablated; return the run's id. The scores have one entry for
     each distinct input: the choices of a question are often one input.
     """
@@ -131,7 +130,7 @@ def record_prompts(config: EvaluateConfig, run: Run, questions: Questions) -> st
             "prompts": prompts_hash,
             "statistics": statistics,
             "widths": asdict(widths),
-            "batch_tokens": config.batch_tokens,
+            "batch_tokens": run.batch_tokens,
         }
     )
     if (done := run.finished_run("recording", run_hash)) is not None:
@@ -151,10 +150,10 @@ def record_prompts(config: EvaluateConfig, run: Run, questions: Questions) -> st
             "statistics": statistics,
             "sink": widths.sink,
             "recent": widths.recent,
-            "batch_tokens": config.batch_tokens,
+            "batch_tokens": run.batch_tokens,
         },
     )
-    task = MeasureShard(statistics, widths, config.batch_tokens, False, run.identity.rope_lengths)
+    task = MeasureShard(statistics, widths, run.batch_tokens, False, run.identity.rope_lengths)
     prompt_shards = shards(_sequences(prompts, names, report), shard_size=_SHARD)
     return measure_shards(run, record, task, prompt_shards, report, total_sequences=len(prompts)).run_id
 
@@ -190,9 +189,9 @@ class SweepResult:
         return html_text(str(self))
 
 
-def run_sweep(config: SweepConfig, run: Run) -> SweepResult:
+def run_sweep(config: Sweep, run: Run) -> SweepResult:
     """Evaluate the arms of a sweep; judge all on all questions, and the best as ``confirm`` of the settings states."""
-    questions = Questions(config.evaluation.tasks, config.evaluation.recall, run.identity, config.evaluation.text)
+    questions = Questions(config.tasks, config.recall, run.identity, config.text)
     half, least = questions.tasks.questions // 2, identical_questions(bool(config.scores) + bool(config.mask_criteria))
     if config.confirm and 0 < half < least:
         run.say(
@@ -209,7 +208,7 @@ def run_sweep(config: SweepConfig, run: Run) -> SweepResult:
     }
     kinds = bool(config.scores) + bool(config.mask_criteria) if config.confirm else 1
     judging_share = 1 - 1 / RECALL_SPLITS if config.confirm else 1.0
-    evaluation = size_recall(config.evaluation, run, judging_share=judging_share, comparisons=kinds)
+    evaluation = size_recall(config, run, judging_share=judging_share, comparisons=kinds)
     questions.ask_recall(evaluation.recall)
     scan_run = record_prompts(evaluation, run, questions)
     replacement = collect_replacement(config.replacement, run, questions.longest_input())
@@ -231,7 +230,7 @@ def run_sweep(config: SweepConfig, run: Run) -> SweepResult:
         return SweepResult(scan_run, verdict, judge_sweep(run.store, verdict, confirm=config.confirm))
 
 
-def _check_masks(config: SweepConfig, facts: ModelFacts) -> None:
+def _check_masks(config: Sweep, facts: ModelFacts) -> None:
     """Raise InterventionError if a mask would ablate every head."""
     total = facts.grid.total_heads
     largest = max(config.distinct_shares)
@@ -243,7 +242,7 @@ def _check_masks(config: SweepConfig, facts: ModelFacts) -> None:
 
 
 def sweep_arms(
-    config: SweepConfig,
+    config: Sweep,
     store: Store,
     scan_run: str,
     facts: ModelFacts,

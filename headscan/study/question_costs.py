@@ -9,11 +9,12 @@ from math import ceil
 from pathlib import Path
 
 from headscan.runs.run_context import Run
-from headscan.settings.evaluation_settings import EvaluateConfig, RecallError, RecallQuestions, TaskConfig
+from headscan.settings.evaluation_settings import RecallError, RecallQuestions, TaskConfig
+from headscan.steps.evaluate import Evaluate
 from headscan.steps.prune.model_costs import columns_to_solve
-from headscan.steps.prune.prune_config import RepairChoice
+from headscan.steps.prune.prune_step import RepairChoice
 from headscan.steps.run_sweep import whole_model_recall
-from headscan.study.study_config import StudyConfig, StudyError
+from headscan.study.study_step import Study, StudyError
 from headscan.study.study_texts import StudyTexts
 from headscan.study.study_time import CHANGED, QuestionCosts
 from headscan.texts import CorpusError
@@ -28,33 +29,33 @@ _SAMPLE = 16
 _ASKED_FIRST = 32
 
 
-def question_costs(config: StudyConfig, run: Run, texts: StudyTexts) -> QuestionCosts:
+def question_costs(config: Study, run: Run, texts: StudyTexts) -> QuestionCosts:
     """Count the tokens of some questions, and ask the whole model recall questions that judge nothing."""
     assert config.max_tokens is not None
     enough = enough_questions(CHANGED, config.kind_count)
     made = len(make_questions(texts.judged_files, enough))
-    if config.tasks is None and not made:
+    if not config.tasks.names and not made:
         raise StudyError(
             "no question can be made of the texts that judge: each needs about 800 characters of one text. Give longer"
             " texts, or `tasks`"
         )
     with tempfile.TemporaryDirectory() as folder:
         tasks = config.tasks
-        if tasks is None:
+        if not tasks.names:
             write_task(Path(folder), texts.judged_files, _SAMPLE, name=CONTINUATION)
             tasks = TaskConfig((CONTINUATION,), include_path=folder)
         sample = Questions(replace(tasks, limit=min(_SAMPLE, tasks.limit or _SAMPLE)), None, run.identity)
         of_task = {name: min(count, tasks.limit or count) for name, count in sample.tasks.available.items()}
         sampled = sum(min(_SAMPLE, count) for count in of_task.values())
         tokens = sample.tokens_to_read() / max(1, sampled)
-    available = sum(of_task.values()) if config.tasks else made
+    available = sum(of_task.values()) if config.tasks.names else made
     if not available:
         raise StudyError("the tasks have no question with a right answer, so they cannot judge. Choose other `tasks`")
     asked = RecallQuestions(lengths=(config.max_tokens - 1,), questions=_ASKED_FIRST, seed=1)
     recall_tokens = _recall_tokens(config, asked, run)
     needed, words = [0], []
     if config.recall_questions is None and recall_tokens:
-        asking = EvaluateConfig(config.model, TaskConfig(), asked, config.batch_tokens)
+        asking = Evaluate(config.model, recall=asked)
         for kind, (right, number) in whole_model_recall(asking, run).items():
             words.append(f"{kind} {right:.0f} %")
             if solves(kind, right, number):
@@ -69,7 +70,7 @@ def repair_texts(run: Run, tokens: int) -> int:
     return ceil(1.25 * columns / tokens)
 
 
-def _recall_tokens(config: StudyConfig, asked: RecallQuestions, run: Run) -> float:
+def _recall_tokens(config: Study, asked: RecallQuestions, run: Run) -> float:
     """Return the tokens of one question of each recall task; 0 if none is asked, or if none fits."""
     if config.recall_questions == 0:
         return 0.0

@@ -16,38 +16,31 @@ from pathlib import Path
 from typing import Any
 
 from headscan.engine.arms import BASELINE, Arm
+from headscan.measure.probe_settings import BehaviourProbe
 from headscan.plans import HeadPlan, WindowShare, load_plan
 from headscan.report.write_report import write_report
 from headscan.runs.head_orders import head_order, run_kind
 from headscan.runs.progress import time_text
 from headscan.runs.run_context import Run
 from headscan.settings.corpus_settings import SHORTEST
-from headscan.settings.evaluation_settings import EvaluateConfig, RecallQuestions, TaskConfig
-from headscan.settings.measure_settings import ImportanceConfig, ProbeConfig, ScanConfig
-from headscan.settings.saving_settings import PlanConfig, PruneTexts, RecallPrompts
-from headscan.steps.prune.prune_config import PruneConfig
+from headscan.settings.evaluation_settings import RecallQuestions, TaskConfig
+from headscan.settings.saving_settings import PruneTexts, RecallPrompts
+from headscan.steps.evaluate import Evaluate
+from headscan.steps.importance import Importance
+from headscan.steps.plan import Plan
+from headscan.steps.probe import Probe
+from headscan.steps.prune.prune_step import Prune
 from headscan.steps.prune.pruned_arms import BuiltModel
-from headscan.steps.prune.pruning_units import ShareBudget
-from headscan.steps.prune.run_prune import run_prune
 from headscan.steps.prune.work_folder import delivered_model
 from headscan.steps.run_evaluation import run_evaluation
-from headscan.steps.run_importance import run_importance
 from headscan.steps.run_plan import measured_plans
-from headscan.steps.run_probe import run_probe
-from headscan.steps.run_scan import run_scan
+from headscan.steps.scan import Scan
 from headscan.store.output_files import write_text
 from headscan.store.verdict_limits import MIN_TEXTS_IN_LIMIT
 from headscan.study.question_costs import limit_per_task, question_costs, repair_texts
 from headscan.study.study_answer import Saving, SavingKind, StudyAnswer
 from headscan.study.study_candidates import Candidates, ablations, best_criterion, caches, mask_arms, removals
-from headscan.study.study_config import (
-    FEWEST_STUDY_TEXTS,
-    LONGEST_STUDY_TEXT,
-    StudyConfig,
-    StudyError,
-    resumed,
-    write_study,
-)
+from headscan.study.study_step import FEWEST_STUDY_TEXTS, LONGEST_STUDY_TEXT, Study, StudyError, resumed, write_study
 from headscan.study.study_texts import StudyTexts, split_texts
 from headscan.study.study_time import TimedPass, decided, measures_recall, time_pass
 from headscan.texts import TokenConfig
@@ -58,7 +51,7 @@ from headscan.verdicts.metrics import Increase, exceeds
 from headscan.verdicts.ordered_shares import Outcome, ShareVerdict, judge_shares, read_losses
 
 
-def run_study(config: StudyConfig, run: Run) -> StudyAnswer:
+def run_study(config: Study, run: Run) -> StudyAnswer:
     """Find the largest safe shares, and write the answers, the files and the report into a folder, which has the store
     of ``run``. Its model is held whole in this process.
     """
@@ -79,14 +72,14 @@ def _check_model(file: Path, run: Run) -> None:
 class _Study:
     """A study in progress; ``config`` has no open decisions."""
 
-    config: StudyConfig
+    config: Study
     run: Run
     texts: StudyTexts
     tokens: int
     started: float
 
     @classmethod
-    def begin(cls, config: StudyConfig, run: Run) -> _Study:
+    def begin(cls, config: Study, run: Run) -> _Study:
         """Split the texts, time a pass and decide what the settings leave open."""
         started = time.monotonic()
         record = Path(config.out) / "study.yaml"
@@ -94,7 +87,7 @@ class _Study:
         settings, model = known or config, Path(config.out) / "model.json"
         if known is not None:
             _check_model(model, run)
-        texts = split_texts(settings.corpus, Path(config.out) / "texts", settings.judge)
+        texts = split_texts(settings.texts, Path(config.out) / "texts", settings.judge)
         limit = run.identity.max_tokens
         tokens = config.max_tokens or min(limit or LONGEST_STUDY_TEXT, LONGEST_STUDY_TEXT)
         if limit is not None and tokens > limit:
@@ -130,7 +123,7 @@ class _Study:
         grid = self.run.facts.grid
         answer = StudyAnswer(
             model=self.run.identity.name,
-            corpus=self.config.corpus.name,
+            corpus=self.config.texts.name,
             layers=grid.num_layers,
             heads=grid.total_heads,
             questions=self._questions(run_id),
@@ -152,26 +145,23 @@ class _Study:
         config, tokens = self.config, self._measured_tokens
         self._begin_step("1. scan: every head on the measuring texts")
         shard = max(1, self._sequences // 8)
-        scanning = ScanConfig(
-            config.model, self.texts.measure, tokens, shard_size=shard, batch_tokens=config.batch_tokens
-        )
-        run_id = run_scan(scanning, self.run).run_id
+        run_id = Scan(config.model, self.texts.measure, tokens, shard_size=shard).execute(self.run).run_id
         self._begin_step("2. probe: induction, previous-token and retrieval heads")
-        run_probe(ProbeConfig(config.model, corpus=self.texts.measure, batch_tokens=config.batch_tokens), self.run)
+        probing = BehaviourProbe(lengths=(512,))
+        Probe(config.model, corpus=self.texts.measure, probe=probing).execute(self.run)
         return run_id
 
     @cached_property
     def _importance_run(self) -> str:
         """Importance on the measuring texts, and on recall prompts if a criterion needs them; returns the run's id."""
-        measuring = ImportanceConfig(
+        measuring = Importance(
             self.config.model,
             self.texts.measure,
             self._measured_tokens,
             shard_size=max(1, self._sequences // 8),
-            batch_tokens=self.config.batch_tokens,
             recall_prompts=self.config.recall_prompts if measures_recall(self.config) else 0,
         )
-        return run_importance(measuring, self.run).run_id
+        return measuring.execute(self.run).run_id
 
     def _order(self, criterion: str) -> list[tuple[int, int]]:
         """Return all heads, the least important first."""
@@ -204,7 +194,7 @@ class _Study:
             return arms[config.ranking[0]], config.ranking[0]
         text = self._read_text(self.texts.choose, max(FEWEST_STUDY_TEXTS, self._judged_texts // 2), "choose")
         recall_plan = self._recall(config.recall_prompts, seed=1)
-        choosing = EvaluateConfig(config.model, TaskConfig(), recall_plan, config.batch_tokens, text=text)
+        choosing = Evaluate(config.model, recall=recall_plan, text=text)
         run_id = self._evaluate(choosing, [arm for of_one in arms.values() for arm in of_one])
         best = best_criterion(self.run, run_id, arms, config.max_loss)
         return arms[best], best
@@ -215,15 +205,15 @@ class _Study:
         files = {share: folder / f"{share:g}.json" for share in config.window_shares or ()}
         if any(not file.exists() for file in files.values()):
             self._begin_step("4. plans: which KV heads need the whole cache")
-            measuring = PlanConfig(
+            measuring = Plan(
                 config.model,
-                self.texts.measure,
-                recents=(config.recent or max(8, self.tokens // 8 - 4),),
+                method="measured",
+                corpus=self.texts.measure,
+                recent=(config.recent or max(8, self.tokens // 8 - 4),),
                 max_tokens=self.tokens,
                 sequences=self._sequences,
                 recall_prompts=config.recall_prompts,
                 confirm=bool(config.search),
-                batch_tokens=config.batch_tokens,
             )
             budgets = [WindowShare(share) for share in files]
             made = measured_plans(measuring, self.run, budgets)
@@ -237,10 +227,10 @@ class _Study:
         config, out = self.config, Path(self.config.out) / "pruned"
         method = "damage" if config.prune_by == "damage" else criterion
         repairing = max(self._sequences, repair_texts(self.run, self.tokens))
-        pruning = PruneConfig(
-            EvaluateConfig(config.model, TaskConfig(), None, config.batch_tokens),
-            out,
-            budgets=tuple(ShareBudget(share) for share in config.prune_shares or ()),
+        pruning = Prune(
+            config.model,
+            out=out,
+            shares=config.prune_shares or (),
             methods=(method,),
             orders={} if method == "damage" else {method: self._order(method)},
             texts=PruneTexts(self.texts.measure, self.texts.choose, 2 * repairing, self.tokens),
@@ -253,14 +243,12 @@ class _Study:
         if all(known):
             return [each for each in known if each is not None]
         self._begin_step(f"5. pruning: heads chosen by {method}, projections repaired")
-        return list(run_prune(pruning, self.run).models)
+        return list(pruning.execute(self.run).models)
 
     def _losses(self, arms: list[Arm]) -> dict[str, Increase]:
         """Return the increases of the judged loss by arm name, widened for the kinds of savings."""
         self._begin_step("6. held-out loss of every candidate")
-        reading = EvaluateConfig(
-            self.config.model, TaskConfig(), None, self.config.batch_tokens, text=self._judged_text
-        )
+        reading = Evaluate(self.config.model, recall=None, text=self._judged_text)
         return read_losses(self.run.store, self._evaluate(reading, arms), comparisons=self.config.kind_count)
 
     def _judged(
@@ -347,18 +335,18 @@ class _Study:
         return self._read_text(self.texts.judge, self._judged_texts, "judge")
 
     @cached_property
-    def _judging(self) -> EvaluateConfig:
+    def _judging(self) -> Evaluate:
         config = self.config
         assert config.questions is not None
         tasks = config.tasks
-        if tasks is None:
+        if not tasks.names:
             folder = write_task(Path(config.out) / "task", self.texts.judged_files, config.questions, name=CONTINUATION)
             tasks = TaskConfig((CONTINUATION,), include_path=str(folder))
         elif tasks.limit is None:
             tasks = replace(tasks, limit=limit_per_task(tasks, config.questions))
         assert config.recall_questions is not None
         recall = self._recall(config.recall_questions, seed=0)
-        return EvaluateConfig(config.model, tasks, recall, config.batch_tokens)
+        return Evaluate(config.model, tasks, recall)
 
     def _recall(self, questions: int, seed: int) -> RecallQuestions | None:
         return RecallQuestions(lengths=(self._recall_tokens,), questions=questions, seed=seed) if questions else None
@@ -368,7 +356,7 @@ class _Study:
         texts = read_spread(corpus, tokenizer, self.tokens, count, shortest=SHORTEST)
         return HeldOutText(f"texts that {name}", chunks(tokenizer, texts, whole=True))
 
-    def _evaluate(self, config: EvaluateConfig, arms: list[Arm]) -> str:
+    def _evaluate(self, config: Evaluate, arms: list[Arm]) -> str:
         return run_evaluation(config, self.run, [BASELINE, *arms])
 
     def _questions(self, run_id: str) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from headscan.runs.model_identity import fingerprint
 from headscan.store.output_files import write_text
-from headscan.study.study_config import StudyError
+from headscan.study.study_step import StudyError
 from headscan.texts import CorpusSpec, open_corpus
 
 #: Characters of a block: texts of one block are about as dependent as those of one document.

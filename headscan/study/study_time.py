@@ -17,13 +17,7 @@ from headscan.catalog import CRITERIA, RECALL_FAMILIES
 from headscan.models.loaded_model import LoadedModel
 from headscan.runs.progress import time_text
 from headscan.steps.prune.model_costs import wait_for
-from headscan.study.study_config import (
-    FEWEST_JUDGED_TEXTS,
-    FEWEST_STUDY_TEXTS,
-    MOST_STUDY_TEXTS,
-    SHARE_SETTINGS,
-    StudyConfig,
-)
+from headscan.study.study_step import FEWEST_JUDGED_TEXTS, FEWEST_STUDY_TEXTS, MOST_STUDY_TEXTS, SHARE_SETTINGS, Study
 
 #: Share of the time that the steps before the questions may take.
 _STEPS = 0.6
@@ -105,7 +99,7 @@ class QuestionCosts:
     repair_texts: int = 0
 
 
-def measures_recall(config: StudyConfig) -> bool:
+def measures_recall(config: Study) -> bool:
     """Return True if a criterion needs the importance on recall prompts."""
     return any(CRITERIA[name].on_recall for name in config.ranking)
 
@@ -131,7 +125,7 @@ class PassCosts:
     damage: float = 24.0
 
 
-def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callable[[str], None]) -> StudyConfig:
+def decided(config: Study, speed: float, costs: QuestionCosts, say: Callable[[str], None]) -> Study:
     """Return the settings with what the time decides at ``speed`` tokens per second, and print how long each step
     takes.
     """
@@ -195,7 +189,7 @@ def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callab
 
 
 def study_seconds(
-    config: StudyConfig, costs: QuestionCosts, speed: float, passes: PassCosts = PassCosts()
+    config: Study, costs: QuestionCosts, speed: float, passes: PassCosts = PassCosts()
 ) -> dict[str, float]:
     """Return the approximate seconds of each step of a study without open decisions at ``speed`` tokens per second."""
     assert config.questions is not None and config.recall_questions is not None
@@ -204,7 +198,7 @@ def study_seconds(
     return _before_questions(config, costs, speed, passes) | {"7. questions": questions}
 
 
-def _before_questions(config: StudyConfig, costs: QuestionCosts, speed: float, passes: PassCosts) -> dict[str, float]:
+def _before_questions(config: Study, costs: QuestionCosts, speed: float, passes: PassCosts) -> dict[str, float]:
     """Return the seconds of each step before the questions, with searches by what the settings decide."""
     steps = _reading_seconds(config, costs, speed, passes)
     if config.search:
@@ -214,20 +208,20 @@ def _before_questions(config: StudyConfig, costs: QuestionCosts, speed: float, p
     return steps
 
 
-def _search_seconds(config: StudyConfig, speed: float) -> float:
+def _search_seconds(config: Study, speed: float) -> float:
     """Return the seconds of a search for plans."""
     assert config.sequences is not None and config.max_tokens is not None
     prompts = config.sequences / 2 + config.recall_prompts
     return _SETS * _number(config.window_shares) * prompts * config.max_tokens / speed
 
 
-def _damage_seconds(config: StudyConfig, costs: QuestionCosts, speed: float, passes: PassCosts) -> float:
+def _damage_seconds(config: Study, costs: QuestionCosts, speed: float, passes: PassCosts) -> float:
     """Return the seconds by which choices of removed heads by damage exceed those by a criterion."""
     assert config.max_tokens is not None
     return passes.damage * _number(config.prune_shares) * _repairing(config, costs) * config.max_tokens / speed
 
 
-def _repairing(config: StudyConfig, costs: QuestionCosts) -> int:
+def _repairing(config: Study, costs: QuestionCosts) -> int:
     """Return the number of texts that choose removed heads and repair."""
     assert config.sequences is not None
     return max(config.sequences, costs.repair_texts)
@@ -237,7 +231,7 @@ def _number(shares: tuple[float, ...] | None) -> int:
     return len(shares or ())
 
 
-def _reading_seconds(config: StudyConfig, costs: QuestionCosts, speed: float, passes: PassCosts) -> dict[str, float]:
+def _reading_seconds(config: Study, costs: QuestionCosts, speed: float, passes: PassCosts) -> dict[str, float]:
     """Return the approximate seconds of each step before the questions, without searches, from the number of its passes
     over texts and prompts at ``speed`` tokens per second.
     """

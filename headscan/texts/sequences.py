@@ -162,9 +162,9 @@ def sequences(
     does not change those before it.
     """
     special = special_tokens(tokenizer, config)
-    if config.max_tokens <= special.total:
+    if config.longest <= special.total:
         raise CorpusError(
-            f"`max_tokens={config.max_tokens}` leaves no room for text: the tokenizer adds {special.total} special"
+            f"`max_tokens={config.longest}` leaves no room for text: the tokenizer adds {special.total} special"
             " tokens. Raise `max_tokens`"
         )
     return _sequences(corpus, tokenizer, config, special, CorpusReport() if report is None else report)
@@ -195,7 +195,7 @@ def _sequences(
     corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: TokenConfig, special: Special, report: CorpusReport
 ) -> Iterator[TokenSequence]:
     report.add_skipped(corpus.skipped)
-    room = config.max_tokens - special.total
+    room = config.longest - special.total
     tokenised = _with_text(tokenise(corpus.documents(), tokenizer), report)
     if config.mode == "truncate":
         pieces = _truncate(tokenised, room)
@@ -209,7 +209,7 @@ def _sequences(
         report.truncated += bool(piece.lost)
         report.dropped_tokens += piece.lost
         report.partly_tokenised += piece.unread
-        if size < config.min_tokens or not len(piece.body) or (config.mode == "pack" and size < config.max_tokens):
+        if size < config.min_tokens or not len(piece.body) or (config.mode == "pack" and size < config.longest):
             report.too_short += 1
             report.dropped_tokens += len(piece.body)
             report.add_example("too_short", f"{piece.document.source} ({size} tokens)")
@@ -305,7 +305,7 @@ def _no_sequence_error(corpus: Corpus, config: TokenConfig, report: CorpusReport
     if report.too_short:
         least_tokens, option = config.min_tokens, "min_tokens"
         if config.mode == "pack":
-            least_tokens, option = config.max_tokens, "max_tokens"
+            least_tokens, option = config.longest, "max_tokens"
         fix = f"a {config.mode} sequence needs {least_tokens} tokens. Lower `{option}`"
     return CorpusError(f"corpus {corpus.spec.name!r} gave no sequence: {reasons}; {fix}")
 

@@ -8,7 +8,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import version
@@ -392,36 +392,47 @@ class Questions:
     ) -> None:
         if not tasks.names and text is None and not recall_only:
             raise HarnessError("no tasks. Name at least one in `tasks`")
+        self.config = tasks
         self.tasks = Tasks(tasks)
         self._lm = HeadscanLM(identity, bos=tasks.bos)
         self.tasks.collect(self._lm)
         self._identity = identity
-        self._bos = tasks.bos
-        self._text = text
+        self.text = text
         self.ask_recall(recall)
 
     def ask_recall(self, recall: RecallQuestions | None) -> None:
         """Make recall questions, in place of earlier ones; None makes none."""
+        self.recall = recall
         self._recall: list[RecallQuestion] = []
         self._notes: list[str] = []
         identity = self._identity
         if recall is not None:
             try:
-                self._recall = recall_questions(identity.tokenizer, recall, identity.max_tokens, bos=self._bos)
+                self._recall = recall_questions(identity.tokenizer, recall, identity.max_tokens, bos=self.config.bos)
             except (RecallError, CorpusError) as problem:  # the context or the tokenizer does not fit
                 if recall.lengths is not None:
                     raise RecallError(f"{problem}. Change the recall lengths, or ask no recall questions") from problem
                 self._notes.append(f"recall questions are omitted: {problem}")
         recall_requests = {request_hash(request): request for question in self._recall for request in question.requests}
         self.requests: dict[str, Request | GenerationRequest] = {**self._lm.requests, **recall_requests}
-        if self._text is not None:
-            self.requests |= self._text.requests
+        if self.text is not None:
+            self.requests |= self.text.requests
+
+    def settings(self) -> dict[str, Any]:
+        """Return the JSON settings that identify a run."""
+        return {
+            **{name: value for name, value in asdict(self.config).items() if name not in ("names", "include_path")},
+            "fewshot_as_multiturn": self.config.multiturn,
+            "tasks": self.config.names,
+            "recall": None if self.recall is None else self.recall.settings(),
+            **({} if self.text is None else {"text": self.text.settings()}),
+        }
 
     def fingerprint(self) -> dict[str, str]:
         """Return hashes of everything that determines the answers and their grades."""
         requests = hashlib.sha256("".join(self.requests).encode()).hexdigest()
         recall = hashlib.sha256(repr([(q.task, q.question, q.answer) for q in self._recall]).encode()).hexdigest()
-        text = {} if self._text is None else {"text": self._text.fingerprint()}
+        text = {} if self.text is None else {"text": self.text.fingerprint()}
         return {"tasks": self.tasks.fingerprint(), "requests": requests, "recall": recall} | text
 
     def tokens_to_read(self) -> int:
@@ -460,9 +471,9 @@ class Questions:
             grade(question, [likelihood_of(request, responses) for request in question.requests])
             for question in self._recall
         ]
-        text_rows = [] if self._text is None else self._text.answers(responses)
+        text_rows = [] if self.text is None else self.text.answers(responses)
         answers = pa.Table.from_pylist([*recall_rows, *text_rows], schema=ANSWERS)
-        text_results = [] if self._text is None else self._text.results(responses)
+        text_results = [] if self.text is None else self.text.results(responses)
         results = pa.Table.from_pylist(text_results, schema=graded.results.schema)
         return TaskResults(pa.concat_tables([graded.answers, answers]), pa.concat_tables([graded.results, results]))
 

@@ -45,7 +45,8 @@ from headscan.models.token_batches import release_memory
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.damage_curve import best_subsets, layer_moments
 from headscan.pruning.edited_model import read_weight
-from headscan.pruning.head_selection import HeadSelection, SelectionConfig
+from headscan.pruning.head_selection import HeadSelection
+from headscan.pruning.selection_settings import SelectionConfig
 from headscan.pruning.repair import RepairConfig, repair
 from headscan.runs.progress import time_text
 from headscan.settings.corpus_settings import CorpusSpec

@@ -15,7 +15,7 @@ from headscan import jobs
 from headscan.errors import HeadIndexError, HeadscanError, InterventionError, PruningError, UnknownNameError
 from headscan.model_spec import ModelSpec
 from headscan.options import FieldType, Limits, field_hint, field_type
-from headscan.pruning.head_selection import SelectionConfig
+from headscan.pruning.selection_settings import SelectionConfig
 from headscan.settings.evaluation_settings import CriteriaComparison
 from headscan.steps.prune.pruning_units import BytesBudget, ShareBudget
 from headscan.study.study_config import read_study, write_study

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from torch import Tensor
+
 from headscan.catalog import LAYER_DROP, RANDOM
 from headscan.engine.prompt_losses import Prompts
 from headscan.errors import PruningError
@@ -18,19 +20,22 @@ from headscan.grid import Head, find_units
 from headscan.long_work import KnownNumbers, LongWork, hash_of
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pass_tokens
+from headscan.options import BATCH_TOKENS
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import Divergence, Edits
-from headscan.pruning.head_selection import HeadSelection, SelectionConfig, allocate_ranked
+from headscan.pruning.head_selection import HeadSelection, allocate_ranked
+from headscan.pruning.repair import DistillConfig, RepairConfig, distill, mean_outputs, repair
+from headscan.pruning.selection_settings import SelectionConfig
 from headscan.pruning.slice_heads import slice_heads
 from headscan.runs.model_identity import fingerprint
-from headscan.runs.progress import at_work, shown_steps
+from headscan.runs.progress import Progress, at_work, shown_steps
 from headscan.runs.run_context import Run
 from headscan.settings.saving_settings import RecallPrompts
 from headscan.sizing.model_sizes import LayerCache
 from headscan.steps.prune.calibration_texts import CalibrationPrompts, CalibrationTexts
 from headscan.steps.prune.held_out_losses import HeldOutLosses
 from headscan.steps.prune.model_costs import compare_costs, find_layer_caches, promised_cache
-from headscan.steps.prune.prune_config import PruneConfig, WantedModel
+from headscan.steps.prune.prune_step import Prune, RepairChoice, WantedModel
 from headscan.steps.prune.pruned_arms import BuiltModel, skipped_layers
 from headscan.steps.prune.pruning_units import (
     BudgetSearch,
@@ -60,9 +65,10 @@ class BuildJob:
         known: Damages that were measured before; new ones are added.
     """
 
-    config: PruneConfig
+    config: Prune
     texts: CalibrationTexts
     wanted: tuple[WantedModel, ...]
+    batch_tokens: int = BATCH_TOKENS
     prompts: tuple[CalibrationPrompts, ...] = ()
     held_out: HeldOutText | None = None
     held_out_prompts: tuple[Prompts, ...] = ()
@@ -75,7 +81,7 @@ def build_models(lm: LoadedModel, job: BuildJob) -> list[BuiltModel]:
     """Pool task: build every wanted model and its controls, one after the other; those that are finished stay."""
     # Refuses models whose heads cannot be removed before anything is measured.
     slice_heads(lm, all_units(lm.grid, "head")[0])
-    batch_tokens = pass_tokens(lm.device.type, job.config.evaluation.batch_tokens)
+    batch_tokens = pass_tokens(lm.device.type, job.batch_tokens)
     texts = calibration = job.texts.as_calibration(batch_tokens)
     if job.prompts:
         prompts = [each.as_calibration(batch_tokens) for each in job.prompts]
@@ -261,7 +267,7 @@ class _Chooser:
             return 0.0
 
         def measure() -> float:
-            weights = self._config.repair.weights(self._lm, self._calibration, removed)
+            weights = repaired_weights(self._config.repair, self._lm, self._calibration, removed)
             return Divergence(self._lm, self._texts.first(_LOSS_TOKENS), self._work).of(Edits(heads, weights))
 
         key = ("divergence of a model within a loss limit", self._config.repair.words, heads)
@@ -287,7 +293,7 @@ class _Builder:
             return model.finished
         config, removed = self._job.config, model.removed
         self._job.say(f"{model.method}: {len(removed)} of {self._lm.grid.total_heads} heads are removed and repaired")
-        weights = config.repair.weights(self._lm, self._calibration, removed)
+        weights = repaired_weights(config.repair, self._lm, self._calibration, removed)
         changes = {}
         if not model.is_control and self._held_out is not None:
             with at_work("held-out losses"):
@@ -312,3 +318,19 @@ class _Builder:
         with at_work(f"writing {model.folder.name}"):
             write_model(smaller, built, config.remote_code)
         return built
+
+
+def repaired_weights(
+    choice: RepairChoice, lm: LoadedModel, calibration: Calibration, removed: Sequence[tuple[int, int]]
+) -> dict[str, Tensor]:
+    """Return new weights by parameter name, with progress on the terminal."""
+    if choice.name == "mean":
+        return mean_outputs(lm, calibration, removed)
+    layers = lm.grid.num_layers - min((layer for layer, _ in removed), default=0)
+    with Progress("repairing", layers, "layer") as progress:
+        weights = repair(lm, calibration, removed, RepairConfig(choice.targets), progress=lambda _: progress.update())
+    if not choice.distill_steps or not weights:
+        return weights
+    with Progress("distilling", choice.distill_steps, "steps") as progress:
+        config = DistillConfig(choice.distill_steps)
+        return distill(lm, calibration, removed, weights, config, progress=lambda _: progress.update())

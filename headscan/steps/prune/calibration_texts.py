@@ -55,6 +55,7 @@ def read_texts(
     one only, which is split in the middle. ``columns`` are those of the widest projection that a repair solves, 0
     without a repair. ``say`` receives the number of texts and documents of each half.
     """
+    assert config.corpus is not None
     tokens = config.longest(identity)
     half = config.half(tokens, columns)
     if config.held_out is None:

@@ -19,7 +19,7 @@ from headscan.layers.blocks import find_blocks
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.edited_model import find_writers
 from headscan.sizing.model_sizes import LayerCache, find_caches
-from headscan.steps.prune.prune_config import Timing
+from headscan.steps.prune.prune_step import Timing
 
 #: Tokens of the prompt that shows the bytes of a real cache.
 _FEW = 16

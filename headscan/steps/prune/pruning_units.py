@@ -175,11 +175,11 @@ class BytesBudget(PruneBudget):
 class LossBudget(PruneBudget):
     """Largest divergence of the predictions from the original's on the calibration texts, in nats per token."""
 
-    max_loss: Annotated[float, Limits(above=0)]
+    max_divergence: Annotated[float, Limits(above=0)]
 
     @property
     def label(self) -> str:
-        return f"at most {self.max_loss:g} nats"
+        return f"at most {self.max_divergence:g} nats"
 
     def count(self, units: int, search: BudgetSearch) -> int:
         """Return a number of units within the loss, of which one more exceeds it, by bisection: the largest such number
@@ -188,11 +188,12 @@ class LossBudget(PruneBudget):
         low, high = 0, units
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if search.loss(middle) <= self.max_loss else (low, middle)
+            low, high = (middle, high) if search.loss(middle) <= self.max_divergence else (low, middle)
         if not low:
             raise PruningError(
-                f"`max_loss={self.max_loss:g}` nats per token (limit {search.loss(1):.3g}, with one unit removed)."
-                " Raise `max_loss`"
+                f"`max_divergence={self.max_divergence:g}` nats per token (limit {search.loss(1):.3g}, with one unit"
+                " removed)."
+                " Raise `max_divergence`"
             )
         return low
 

@@ -17,15 +17,17 @@ from headscan.engine.arms import BASELINE
 from headscan.engine.prompt_losses import Prompts
 from headscan.export.servable_model import obstacle
 from headscan.long_work import hash_of
+from headscan.models.model_facts import check_bounds
+from headscan.ranking.head_roles import find_mask
 from headscan.runs.code_version import code_version
-from headscan.runs.head_orders import stored_orders
+from headscan.runs.head_orders import imported_heads, stored_orders
 from headscan.runs.model_identity import fingerprint
 from headscan.runs.run_context import Run
 from headscan.steps.prune.build_models import BuildJob, build_models, kept_damages
 from headscan.steps.prune.calibration_texts import CalibrationPrompts, CalibrationTexts, read_recall, read_texts
 from headscan.steps.prune.model_card import model_card
 from headscan.steps.prune.model_costs import columns_to_solve
-from headscan.steps.prune.prune_config import PruneConfig
+from headscan.steps.prune.prune_step import Prune
 from headscan.steps.prune.pruned_arms import BuiltModel, pruned_arm
 from headscan.steps.prune.work_folder import check_place, work_folder
 from headscan.steps.run_evaluation import run_evaluation
@@ -63,7 +65,7 @@ class _Inputs:
     questions: Questions | None
 
 
-def run_prune(config: PruneConfig, run: Run) -> PruneResult:
+def run_prune(config: Prune, run: Run) -> PruneResult:
     """Build pruned models, save and judge them; the same call resumes after an interruption. The original is held whole
     in this process, and closed before pruned models are opened.
     """
@@ -71,7 +73,7 @@ def run_prune(config: PruneConfig, run: Run) -> PruneResult:
     config = _with_orders(config, run)
     refuse_staged(run.pool, "the removal of heads")
     inputs = _read_inputs(config, run)
-    is_servable = obstacle(config.evaluation.model.config(), run.identity.name) is None
+    is_servable = obstacle(config.model.config(), run.identity.name) is None
     card = partial(
         model_card,
         model=run.identity.name,
@@ -93,37 +95,44 @@ def run_prune(config: PruneConfig, run: Run) -> PruneResult:
     return result
 
 
-def _with_orders(config: PruneConfig, run: Run) -> PruneConfig:
-    """Return settings with the orders that the store has; a missing run fails before the model is loaded."""
-    if not config.budgets:
+def _with_orders(config: Prune, run: Run) -> Prune:
+    """Return settings with the orders, the mask and the list of heads that they name; what is missing fails before the
+    model is loaded.
+    """
+    if config.mask is not None:
+        heads = find_mask(run.store, config.mask, run.identity.columns()).heads
+        config = replace(config, mask=None, masks={"mask": heads})
+    if config.import_heads is not None:
+        config = replace(config, import_heads=None, masks={"imported": tuple(imported_heads(config.import_heads))})
+    for heads in config.head_sets.values():
+        check_bounds(run.model.config(), heads)
+    if config.names_heads:
         return config
     missing = [method for method in config.methods if method not in config.orders]
     stored = stored_orders(run.store, run.identity, missing, config.run_id)
     return replace(config, orders={**config.orders, **stored})
 
 
-def _read_inputs(config: PruneConfig, run: Run) -> _Inputs:
+def _read_inputs(config: Prune, run: Run) -> _Inputs:
     """Return texts, prompts and questions; questions that cannot be made fail before any model is built."""
-    evaluation = config.evaluation
     columns = run.pool.one(columns_to_solve, config.repair.targets)
     texts, held_out = read_texts(config.texts, run.identity, columns, run.say)
     questions = None
     if not config.skip_verdict:
-        questions = Questions(evaluation.tasks, evaluation.recall, run.identity, held_out)
-    prompts, held_out_prompts = read_recall(config.recall_prompts, run, evaluation.batch_tokens)
+        questions = Questions(config.tasks, config.recall, run.identity, held_out)
+    prompts, held_out_prompts = read_recall(config.recall_prompts, run, run.batch_tokens)
     return _Inputs(texts, held_out, prompts, held_out_prompts, questions)
 
 
-def _built(config: PruneConfig, run: Run, inputs: _Inputs, folder: Path) -> list[BuiltModel]:
+def _built(config: Prune, run: Run, inputs: _Inputs, folder: Path) -> list[BuiltModel]:
     """Build the models that a folder lacks, and return all."""
     weight = config.recall_prompts.weight
-    with kept_damages(
-        run, inputs.texts, config.selection, config.evaluation.batch_tokens, inputs.prompts, weight
-    ) as known:
+    with kept_damages(run, inputs.texts, config.selection, run.batch_tokens, inputs.prompts, weight) as known:
         job = BuildJob(
             config,
             inputs.texts,
             config.wanted(folder),
+            run.batch_tokens,
             inputs.prompts,
             inputs.held_out,
             inputs.held_out_prompts,
@@ -133,17 +142,16 @@ def _built(config: PruneConfig, run: Run, inputs: _Inputs, folder: Path) -> list
         return run.pool.one(build_models, job)
 
 
-def _judged(result: PruneResult, config: PruneConfig, run: Run, inputs: _Inputs, questions: Questions) -> PruneResult:
+def _judged(result: PruneResult, config: Prune, run: Run, inputs: _Inputs, questions: Questions) -> PruneResult:
     """Return a result with the verdict on its models; if that fails, report where they are saved."""
-    evaluation = replace(config.evaluation, text=inputs.held_out)
     with _report_saved(result.models, run.identity.name, run.say):
-        arms = [pruned_arm(each, evaluation.model, run.identity) for each in result.models]
-        run_id = run_evaluation(evaluation, run, [BASELINE, *arms], questions=questions)
-        verdict = judge(run.store, run_id, max_loss=evaluation.max_loss)
+        arms = [pruned_arm(each, config.model, run.identity) for each in result.models]
+        run_id = run_evaluation(config, run, [BASELINE, *arms], questions=questions)
+        verdict = judge(run.store, run_id, max_loss=config.max_loss)
         return replace(result, names=tuple(arm.name for arm in arms), verdict=verdict)
 
 
-def _calibration(config: PruneConfig, inputs: _Inputs) -> str:
+def _calibration(config: Prune, inputs: _Inputs) -> str:
     """Return in words what chose the heads and repaired the projections."""
     words = f"texts of {inputs.texts.corpus}"
     if inputs.prompts:
@@ -152,18 +160,18 @@ def _calibration(config: PruneConfig, inputs: _Inputs) -> str:
     return words
 
 
-def _settings_hash(config: PruneConfig, run: Run, inputs: _Inputs) -> str:
+def _settings_hash(config: Prune, run: Run, inputs: _Inputs) -> str:
     """Return a hash of the settings, texts and prompts on which the models and their records depend, but for rounding:
     a run that ran out of memory resumes with smaller batches.
     """
     settings = {
         "model": run.identity.fingerprint(),
-        "dtype": config.evaluation.model.dtype,
+        "dtype": config.model.dtype,
         "texts": inputs.texts.content_hash,
         "held_out": [inputs.held_out.corpus, hash_of(tuple(chunk.request for chunk in inputs.held_out.chunks))],
         "held_out_prompts": [(each.name, hash_of(each.requests)) for each in inputs.held_out_prompts],
         "version": code_version(),
-        "sizes": [config.budgets, config.methods, *config.heads.items()],
+        "sizes": [config.budgets, config.methods, *config.head_sets.items()],
         "orders": [(name, *map(tuple, order)) for name, order in config.orders.items()],
         "how": [
             config.unit,

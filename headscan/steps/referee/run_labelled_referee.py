@@ -23,21 +23,19 @@ from headscan.ablation.masks import HeadMask, SiteMask
 from headscan.catalog import EFFECT, IMPORTANCES, RANDOM, head_count
 from headscan.cluster.pool import Pool
 from headscan.engine.arms import BASELINE, Arm
-from headscan.errors import InterventionError, NotFiniteError, unknown_name
+from headscan.errors import NotFiniteError
 from headscan.gradients.losses import Loss
 from headscan.grid import Head, HeadGrid
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import run_halving, whole_batches
-from headscan.options import check_limits
 from headscan.pruning.head_values import criterion_inputs, criterion_values
 from headscan.runs.model_identity import fingerprint
 from headscan.runs.run_context import Run
-from headscan.settings.corpus_settings import ExamplesSpec
-from headscan.settings.evaluation_settings import DEFAULT_SITE_CRITERIA, SITE_CRITERIA, CriteriaComparison
-from headscan.steps.run_labelled_ablate import LabelledEvaluateConfig, LabelledQuestions, answer_labelled, site_arm
+from headscan.steps.referee.referee_step import Referee
+from headscan.steps.run_labelled_ablate import LabelledQuestions, answer_labelled, metric_of, site_arm
 from headscan.store.store import Store
-from headscan.texts.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
+from headscan.texts.labelled_texts import Answers, LabelledText, labelled_loss, read_labelled
 from headscan.verdicts.criterion_points import ALL_SITES, SitePoint, read_site_points
 
 #: Examples of one item of a pool.
@@ -132,27 +130,6 @@ def _effects(lm: LoadedModel, loss: Loss) -> Iterator[tuple[str, str, Tensor]]:
 SiteHead = tuple[str, Head]
 
 
-@dataclass(frozen=True)
-class LabelledRefereeConfig:
-    """Settings of a referee on labelled examples, in which all heads of a site may go. ``rank_data`` orders the heads;
-    None uses one half of the examples and judges on the other.
-    """
-
-    judging: LabelledEvaluateConfig
-    compared: CriteriaComparison
-    rank_data: ExamplesSpec | None = None
-
-    def __post_init__(self) -> None:
-        check_limits(self, InterventionError)
-        for name in self.criteria:
-            if name not in SITE_CRITERIA:
-                raise unknown_name("criterion of labelled examples", name, SITE_CRITERIA)
-
-    @property
-    def criteria(self) -> tuple[str, ...]:
-        return DEFAULT_SITE_CRITERIA if self.compared.criteria is None else self.compared.criteria
-
-
 class LabelledRefereeResult(NamedTuple):
     """The run of a finished referee on labelled examples, and the points of its curves."""
 
@@ -160,23 +137,25 @@ class LabelledRefereeResult(NamedTuple):
     points: list[SitePoint]
 
 
-def run_labelled_referee(config: LabelledRefereeConfig, run: Run, *, texts: LabelledTexts) -> LabelledRefereeResult:
+def run_labelled_referee(config: Referee, run: Run) -> LabelledRefereeResult:
     """Remove heads of each site by every criterion, and measure the metric at every share. Models with several sites
     also have curves of all sites together.
     """
-    judged, compared = config.judging, config.compared
+    assert config.data is not None
+    compared, longest = config.compared, config.texts.max_tokens
+    texts = read_labelled(config.data, run.model, run.identity, longest)
     if config.rank_data is None:
         ranking, judging = texts.halves()
     else:
-        ranking = read_labelled(config.rank_data, judged.model, run.identity, judged.max_tokens).texts
+        ranking = read_labelled(config.rank_data, run.model, run.identity, longest).texts
         judging = texts.texts
     # Criteria and shares are in the names of the arms, so that more of them join the run. Heads that are measured
     # again after each share depend on the other shares.
     path = sorted(compared.shares) if compared.iterative else None
     ranked_by = fingerprint({"texts": [text.tokens for text in ranking]})
     settings = {"referee": {"ranked_by": ranked_by, "iterative": path}}
-    questions = LabelledQuestions(judged, texts, judging, settings)
-    item = ValuesItem(ranking, texts.answers, (), SiteMask({}), judged.batch_tokens, run.identity.rope_lengths)
+    questions = LabelledQuestions(config.data, metric_of(config.metric, texts), texts, judging, settings)
+    item = ValuesItem(ranking, texts.answers, (), SiteMask({}), run.batch_tokens, run.identity.rope_lengths)
     curves = list(_curves(config, run.facts.grid))
     names = {curve.name(share) for curve in curves for share in compared.shares}
     run.say(
@@ -245,7 +224,7 @@ def _arm_name(criterion: str, seed: str, site: str, share: float) -> str:
     return f"{criterion}{f' {seed}' if seed else ''}, {100 * share:g}% of {site}"
 
 
-def _curves(config: LabelledRefereeConfig, grid: HeadGrid) -> Iterator[_Curve]:
+def _curves(config: Referee, grid: HeadGrid) -> Iterator[_Curve]:
     """Yield the curves of every criterion and site, then those of random orders."""
     sites: dict[str, tuple[str, ...]] = {kind: (kind,) for kind in grid.kinds}
     if len(sites) > 1:
@@ -257,11 +236,7 @@ def _curves(config: LabelledRefereeConfig, grid: HeadGrid) -> Iterator[_Curve]:
 
 
 def _arms(
-    curves: Sequence[_Curve],
-    config: LabelledRefereeConfig,
-    run: Run,
-    item: ValuesItem,
-    stored: Mapping[str, tuple[SiteHead, ...]],
+    curves: Sequence[_Curve], config: Referee, run: Run, item: ValuesItem, stored: Mapping[str, tuple[SiteHead, ...]]
 ) -> list[Arm]:
     """Return the arms of all curves, by growing share; the heads of stored arms stay as they are."""
     shares = sorted(config.compared.shares)

@@ -21,25 +21,24 @@ from headscan.grid import Head, HeadGrid
 from headscan.long_work import KnownNumbers, LongWork
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pad
-from headscan.options import BATCH_TOKENS, check_limits
+from headscan.options import BATCH_TOKENS
 from headscan.pruning.calibration import Calibration
-from headscan.pruning.head_selection import HeadSelection, SelectionConfig
+from headscan.pruning.head_selection import HeadSelection
 from headscan.pruning.head_values import head_values, ranked
+from headscan.pruning.selection_settings import SelectionConfig
 from headscan.runs.model_identity import ModelIdentity, fingerprint
 from headscan.runs.progress import at_work, shown_steps
 from headscan.runs.run_context import Run
 from headscan.settings.corpus_settings import TokenConfig
-from headscan.settings.evaluation_settings import DEFAULT_CRITERIA, CriteriaComparison, EvaluateConfig
-from headscan.settings.measure_settings import RECALL_PROMPTS
-from headscan.settings.saving_settings import PruneTexts
+from headscan.settings.evaluation_settings import RECALL_PROMPTS
 from headscan.steps.checks import check_next_token_head
 from headscan.steps.prune.build_models import BuildJob, build_models, kept_damages
 from headscan.steps.prune.calibration_texts import CalibrationTexts, read_texts
 from headscan.steps.prune.model_costs import columns_to_solve
-from headscan.steps.prune.prune_config import PruneConfig, RepairChoice, WantedModel
+from headscan.steps.prune.prune_step import Prune, WantedModel
 from headscan.steps.prune.pruned_arms import pruned_arm
-from headscan.steps.prune.pruning_units import ShareBudget
 from headscan.steps.prune.work_folder import owned_folder
+from headscan.steps.referee.referee_step import Referee
 from headscan.steps.run_evaluation import run_evaluation
 from headscan.steps.run_importance import recall_texts
 from headscan.store.records import ArmKind
@@ -181,36 +180,7 @@ class StoredChoices:
         return f"{criterion}, {count} heads, texts {self.texts_hash}"
 
 
-@dataclass(frozen=True)
-class RefereeConfig:
-    """Settings of a referee. The held-out text of ``texts`` is added to the evaluation's questions; repair ``none``
-    ablates heads in the original model. Shares are below 1.
-    """
-
-    evaluation: EvaluateConfig
-    compared: CriteriaComparison = field(default_factory=CriteriaComparison)
-    texts: PruneTexts = field(kw_only=True)
-    repair: RepairChoice = field(default_factory=lambda: RepairChoice("none"))
-
-    def __post_init__(self) -> None:
-        check_limits(self, InterventionError)
-        if self.evaluation.text is not None:
-            raise InterventionError(
-                "`evaluation.text` has no effect on a referee: leave it out, or set `texts.held_out`"
-            )
-        if max(self.compared.shares) >= 1:
-            raise InterventionError(f"`shares={max(self.compared.shares):g}` (limit below 1). Lower `shares`")
-
-    @property
-    def criteria(self) -> tuple[str, ...]:
-        return DEFAULT_CRITERIA if self.compared.criteria is None else self.compared.criteria
-
-    def placed_tokens(self, identity: ModelIdentity) -> int:
-        """Return the tokens that placement reserves memory for: those of the longest question or text."""
-        return max(self.evaluation.placed_tokens(identity), self.texts.longest(identity))
-
-
-def run_referee(config: RefereeConfig, run: Run) -> str:
+def run_referee(config: Referee, run: Run) -> str:
     """Choose heads by every criterion and evaluate all choices; return the run's id. The model is held whole in this
     process.
     """
@@ -218,14 +188,13 @@ def run_referee(config: RefereeConfig, run: Run) -> str:
     check_next_token_head(run)
     columns = run.pool.one(columns_to_solve, config.repair.targets)
     texts, held_out = read_texts(config.texts, run.identity, columns, run.say)
-    evaluation = replace(config.evaluation, text=held_out)
-    questions = Questions(evaluation.tasks, evaluation.recall, run.identity, held_out)
+    questions = Questions(config.tasks, config.recall, run.identity, held_out)
     sizes = _sizes(config.compared.shares, run.facts.grid.total_heads)
     texts_hash = _texts_hash(config, run, texts)
     chosen = _choices(config, StoredChoices(run.store, texts_hash), run, texts, tuple(sizes.values()))
 
     def evaluate_choices(arms: Sequence[Arm]) -> str:
-        return run_evaluation(evaluation, run, [BASELINE, *arms], questions=questions)
+        return run_evaluation(config, run, [BASELINE, *arms], questions=questions)
 
     if config.repair.is_none:
         return evaluate_choices(_mask_arms(config, run, chosen, sizes, texts_hash))
@@ -239,14 +208,19 @@ def run_referee(config: RefereeConfig, run: Run) -> str:
             wanted = list(_wanted(folder, criterion, chosen[criterion], seeds))
             # Another number of tokens in a pass changes the rounding of weights, and so the models that the store knows
             # by them: a larger batch size is left to the questions, and only a smaller one, for less memory, counts.
-            building = replace(config.evaluation, batch_tokens=min(BATCH_TOKENS, evaluation.batch_tokens))
-            shares = tuple(ShareBudget(share) for share in config.compared.shares)
-            how = PruneConfig(
-                building, folder, shares, (criterion,), texts=config.texts, repair=config.repair, timing=None
+            tokens = min(BATCH_TOKENS, run.batch_tokens)
+            how = Prune(
+                run.model,
+                out=folder,
+                shares=config.compared.shares,
+                methods=(criterion,),
+                texts=config.texts,
+                repair=config.repair,
+                timing=None,
             )
-            job = BuildJob(how, texts, tuple(wanted), say=run.say)
+            job = BuildJob(how, texts, tuple(wanted), tokens, say=run.say)
             built = run.pool.one(build_models, job)
-            run_id = evaluate_choices([pruned_arm(model, evaluation.model, run.identity) for model in built])
+            run_id = evaluate_choices([pruned_arm(model, run.model, run.identity) for model in built])
     return run_id
 
 
@@ -259,10 +233,10 @@ def _sizes(shares: Sequence[float], total: int) -> dict[float, int]:
     return sizes
 
 
-def _texts_hash(config: RefereeConfig, run: Run, texts: CalibrationTexts) -> str:
+def _texts_hash(config: Referee, run: Run, texts: CalibrationTexts) -> str:
     settings = {
         "model": run.identity.fingerprint(),
-        "dtype": config.evaluation.model.dtype,
+        "dtype": run.model.dtype,
         "texts": texts.content_hash,
         "iterative": config.compared.iterative,
         # Stages of the damage, the share of gates, and iterations depend on the shares.
@@ -272,7 +246,7 @@ def _texts_hash(config: RefereeConfig, run: Run, texts: CalibrationTexts) -> str
 
 
 def _choices(
-    config: RefereeConfig, stored: StoredChoices, run: Run, texts: CalibrationTexts, counts: tuple[int, ...]
+    config: Referee, stored: StoredChoices, run: Run, texts: CalibrationTexts, counts: tuple[int, ...]
 ) -> dict[str, Choices]:
     """Return the heads of every criterion; those that the store has are not chosen again."""
     grid = run.facts.grid
@@ -285,9 +259,7 @@ def _choices(
         on_recall = any(CRITERIA[name].on_recall for name in family)
         with fixed_by("Leave out importance_recall, or raise `max_tokens` if the length is too small"):
             prompts = _recall_prompts(run.identity, config.texts.longest(run.identity)) if on_recall else None
-        job = ChoiceJob(
-            texts, family, counts, config.compared.iterative, config.evaluation.batch_tokens, prompts, run.say
-        )
+        job = ChoiceJob(texts, family, counts, config.compared.iterative, run.batch_tokens, prompts, run.say)
         with kept_damages(run, texts, SelectionConfig(), job.batch_tokens) as damages:
             chosen = run.pool.one(choose_heads, replace(job, known=damages))
         for criterion, choices in chosen.items():
@@ -302,7 +274,7 @@ def _recall_prompts(identity: ModelIdentity, tokens: int) -> CalibrationTexts:
 
 
 def _mask_arms(
-    config: RefereeConfig, run: Run, chosen: Mapping[str, Choices], sizes: Mapping[float, int], texts_hash: str
+    config: Referee, run: Run, chosen: Mapping[str, Choices], sizes: Mapping[float, int], texts_hash: str
 ) -> list[Arm]:
     """Return the arms share by share, so that all curves grow together."""
     selection = f"{'iterative, ' if config.compared.iterative else ''}texts {texts_hash}"

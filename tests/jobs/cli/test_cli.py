@@ -22,7 +22,7 @@ from headscan.catalog import PROFILES
 from headscan.cli import main as main_module
 from headscan.cli.main import main
 from headscan.cli.option_parser import options_of
-from headscan.cli.results import Json, Result
+from headscan.steps.results import Json, Result
 from headscan.store.records import ArmKind, RunRecord
 from headscan.store.store import Store
 from tests.jobs.conftest import make_tokenizer

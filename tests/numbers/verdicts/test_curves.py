@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from headscan.cli.results import curve_row
+from headscan.steps.results import curve_row
 from headscan.store.store import Store
 from headscan.store.verdict_limits import MIN_SAFE_TEXTS
 from headscan.verdicts.curves import read_curves

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from headscan.cli.results import arm_row
+from headscan.steps.results import arm_row
 from headscan.errors import StoreError, VerdictError
 from headscan.store.records import ArmKind, ArmRecord, RunRecord
 from headscan.store.store import Store

@@ -16,7 +16,7 @@ from headscan.cluster.pool import InProcessPool
 from headscan.long_work import WorkKey
 from headscan.model_spec import ModelSpec
 from headscan.pruning.edited_model import Divergence
-from headscan.pruning.head_selection import SelectionConfig
+from headscan.pruning.selection_settings import SelectionConfig
 from headscan.runs.run_context import Run, StoredNumbers
 from headscan.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from headscan.settings.saving_settings import PruneTexts, RecallPrompts

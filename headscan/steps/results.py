@@ -47,6 +47,13 @@ class Result:
             say(line)
 
 
+def run_line(run: Mapping[str, Any]) -> str:
+    """Return a line about the run of the store, a row of ``runs``, that a verb reads."""
+    corpus = f" on {run['corpus']}" if run["corpus"] else ""
+    began = f"{run['started_at']:%Y-%m-%d %H:%M}"
+    return f"from {run['kind']} {run['run_id']} of {run['model']}{corpus}, {began}, {run['status']}"
+
+
 def arm_row(verdict: ArmVerdict) -> dict[str, Any]:
     """Return the settings, the numbers and the verdict in words of an arm. Without tasks that have right answers,
     accuracy, `safe`, `outcome`, `label` and `why` are None.

@@ -1,23 +1,29 @@
-"""Settings of a study, and the file that records them."""
+"""The step study, and the file that records its settings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Unpack
 
 from headscan.catalog import CRITERIA, DEFAULT_SINK, IMPORTANCES, RECALL_NAMES, SCORES
 from headscan.checkpoints.source_folder import portable_source
 from headscan.errors import HeadscanError
-from headscan.model_spec import ModelSpec
-from headscan.options import BATCH_TOKENS, Count, Option, check_limits
-from headscan.settings.corpus_settings import SHORTEST, CorpusSpec
-from headscan.settings.evaluation_settings import MaxLoss, TaskConfig
-from headscan.settings.measure_settings import RECALL_PROMPTS
+from headscan.options import Group, Option, check_limits
+from headscan.settings.corpus_settings import DEMO_CORPUS, SHORTEST, CorpusSpec
+from headscan.settings.evaluation_settings import RECALL_PROMPTS, TASK_TOKENS, MaxLoss, TaskConfig
 from headscan.settings.settings_file import build_settings, settings_file
+from headscan.steps.results import Result
+from headscan.steps.step import Step
 from headscan.store.verdict_limits import MAX_LOSS, MIN_TEXTS_IN_LIMIT
 from headscan.text_tables import plain
+
+if TYPE_CHECKING:
+    from headscan.runs.model_identity import ModelIdentity
+    from headscan.runs.open_run import JobOptions
+    from headscan.runs.run_context import Run
+    from headscan.store.store import Store
+    from headscan.study.study_answer import StudyAnswer
 
 #: Fewest texts that measure, and most if the time decides.
 FEWEST_STUDY_TEXTS, MOST_STUDY_TEXTS = 8, 64
@@ -40,13 +46,22 @@ class StudyError(HeadscanError):
 
 
 @dataclass(frozen=True)
-class StudyConfig:
-    """Settings of a study.
+class Study(Step["StudyAnswer"]):
+    """find how many heads and how much KV cache can go, and write the smaller files
+
+        headscan study MODEL --corpus texts/ --hours 2 --out study/
+        headscan study smollm2 --corpus texts/ --hours 1
+        headscan study --config-file study.yaml
+
+    Scan, probe, importance, plans, pruning and the questions run in one command, on texts of your own or on tasks of
+    lm-eval. The first lines say how long each step will take. The same command again resumes. The folder holds the
+    answers, the plan, the pruned models, the report and the store.
 
     Attributes:
         corpus: Texts; one part measures, one chooses between criteria, and one judges.
         out: Folder for the store, the plans, the pruned models, the answers and the report; it becomes a `Path`.
-        tasks: Tasks that judge; None asks which of four passages continues this one, on the judging texts.
+        tasks: Tasks that judge; without names, questions ask which of four passages continues this one, on the judging
+            texts.
         criteria: Scores and importances that may rank the heads; the best one on the choosing texts does. Repeated ones
             count once.
         shares: Shares of ablated heads; None tries those that the time allows, an empty tuple none. They are sorted,
@@ -59,13 +74,18 @@ class StudyConfig:
         search: Search for better plans with real windows; None does so if the time allows it.
         prune_by: ``damage``, ``criterion`` (the chosen one, which needs ``shares``), or None, which takes damage if the
             time allows it, or if there is no criterion.
-        batch_tokens: Tokens of one forward pass, padding included.
     """
 
-    model: ModelSpec
-    corpus: CorpusSpec
+    common: ClassVar = (
+        "MODEL --corpus --tasks --hours --out --max-tokens "
+        "--shares --window-shares --prune-shares --questions --max-loss --config-file"
+    )
+    stores: ClassVar = ("resume_anyway",)
+    evaluates: ClassVar = True
+
+    corpus: Annotated[CorpusSpec | None, Group("corpus")] = None
     out: Annotated[str | Path, Option("output folder")] = "study"
-    tasks: TaskConfig | None = None
+    tasks: Annotated[TaskConfig, Group("tasks")] = field(default_factory=TaskConfig)
     hours: Annotated[float, Option("time limit, in hours", above=0, most=1e6)] = 2.0
     max_tokens: Annotated[
         int | None,
@@ -102,7 +122,10 @@ class StudyConfig:
         ),
     ] = None
     max_loss: MaxLoss = MAX_LOSS
-    judge: CorpusSpec | None = None
+    judge: Annotated[
+        CorpusSpec | None,
+        Option("another corpus that judges (default: a part of the corpus)", metavar="CORPUS", parse=CorpusSpec),
+    ] = None
     search: Annotated[
         bool | None,
         Option("search for windows that cost less than those of least estimated damage (default: if the time allows)"),
@@ -111,11 +134,16 @@ class StudyConfig:
         Literal["damage", "criterion"] | None,
         Option("what chooses the heads that are removed (default: damage if the time allows)"),
     ] = None
-    batch_tokens: Count = BATCH_TOKENS
 
     def __post_init__(self) -> None:
         check_limits(self, StudyError)
+        object.__setattr__(self, "model", self.model.in_full_precision())
         object.__setattr__(self, "out", Path(self.out))
+        if self.corpus is None:
+            if not self.model.is_demo:
+                raise StudyError("`corpus` is required: name a file, a folder, a data set or a built-in corpus")
+            object.__setattr__(self, "corpus", CorpusSpec(DEMO_CORPUS))
+        self.tasks.check_effect()
         object.__setattr__(self, "criteria", tuple(dict.fromkeys(self.criteria)))
         for name in SHARE_SETTINGS:
             if getattr(self, name) is None:
@@ -134,14 +162,12 @@ class StudyConfig:
             )
         # A study that decides by itself records `search=False`, and a way to choose the removed heads, in any case.
         for name, shares, is_given in (
-            ("criteria", "shares", self.criteria != StudyConfig.criteria),
+            ("criteria", "shares", self.criteria != Study.criteria),
             ("recent", "window_shares", self.recent is not None),
             ("search", "window_shares", bool(self.search)),
         ):
             if getattr(self, shares) == () and is_given:
                 raise StudyError(f"`{name}` has no effect without `{shares}`: leave it out, or set `{shares}`")
-        if self.tasks is not None and not self.tasks.names:
-            raise StudyError("`tasks.names` is empty (limit 1 task). Name tasks, or leave out `tasks`")
         if self.prune_by == "criterion" and self.shares == ():
             raise StudyError(
                 "`prune_by='criterion'` needs `shares` of heads to ablate, which choose the criterion. Set `shares`, or"
@@ -149,6 +175,31 @@ class StudyConfig:
             )
         if not self.kind_count:
             raise StudyError("nothing to study: no shares. Set `shares`, `window_shares` or `prune_shares`")
+
+    @property
+    def in_this_process(self) -> bool:
+        return True
+
+    @property
+    def texts(self) -> CorpusSpec:
+        """The corpus, which a study always has."""
+        assert self.corpus is not None
+        return self.corpus
+
+    def longest(self, identity: ModelIdentity) -> int:
+        return max(TASK_TOKENS, self.max_tokens or 0)
+
+    def run(self, store: None = None, **options: Unpack[JobOptions]) -> StudyAnswer:  # type: ignore[override]
+        """Run the study; its store is ``study.duckdb`` in its folder."""
+        return super().run(Path(self.out) / "study.duckdb", **options)
+
+    def execute(self, run: Run) -> StudyAnswer:
+        from headscan.study.run_study import run_study
+
+        return run_study(self, run)
+
+    def shown(self, result: StudyAnswer, store: Store) -> Result:
+        return Result([result.as_dict()], lambda: str(result), {"out": str(self.out)})
 
     @property
     def ranking(self) -> tuple[str, ...]:
@@ -166,26 +217,13 @@ class StudyConfig:
         return sum(getattr(self, name) != () for name in SHARE_SETTINGS)
 
 
-#: Names of settings, by those that earlier versions wrote.
-_RENAMED = {"tokens": "max_tokens"}
-
-
-def study_from(settings: Mapping[str, Any]) -> StudyConfig:
-    """Return settings from plain values, such as those of a file; settings by names of earlier versions, too."""
-    for earlier in settings.keys() & _RENAMED.keys():
-        if _RENAMED[earlier] in settings:
-            raise StudyError(
-                f"`{earlier}` is an earlier name of `{_RENAMED[earlier]}` (limit one of them). Leave it out"
-            )
-    return build_settings(StudyConfig, {_RENAMED.get(name, name): settings[name] for name in settings}, StudyError)
-
-
-def read_study(path: str | Path) -> StudyConfig:
+def read_study(path: str | Path) -> Study:
     """Read settings from a YAML or JSON file."""
-    return study_from(settings_file(path, StudyError))
+    study: Study = build_settings(Study, settings_file(path, StudyError), StudyError)
+    return study
 
 
-def write_study(path: Path, config: StudyConfig) -> None:
+def write_study(path: Path, config: Study) -> None:
     """Write settings to a YAML file that `read_study` reads, in another installation, too."""
     import yaml
 
@@ -196,7 +234,7 @@ def write_study(path: Path, config: StudyConfig) -> None:
     write_text(path, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
-def resumed(path: Path, config: StudyConfig) -> StudyConfig | None:
+def resumed(path: Path, config: Study) -> Study | None:
     """Return the settings that an earlier call with the same settings wrote, with its decisions; None without an
     earlier call, StudyError for other settings. The hours are those of each call, and so are the places of model, texts
     and folder, whose contents the study compares.
@@ -211,7 +249,7 @@ def resumed(path: Path, config: StudyConfig) -> StudyConfig | None:
         hours=config.hours,
         out=config.out,
         model=replace(known.model, source=config.model.source),
-        corpus=replace(known.corpus, name=config.corpus.name),
+        corpus=replace(known.texts, name=config.texts.name),
     )
     if known.judge is not None and config.judge is not None:
         known = replace(known, judge=replace(known.judge, name=config.judge.name))

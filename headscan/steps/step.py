@@ -1,0 +1,95 @@
+"""A step: a verb that runs a model. Its fields are its options, on the command line and in Python.
+
+    found = Scan(ModelSpec("demo"), CorpusSpec("texts/"), TokenConfig(512)).run("s.duckdb")
+
+`headscan.cli` makes the command line of a verb from the fields of its step, and help from the docstring. This module
+and those of the steps import no library, so that help starts at once; `execute` imports the work.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Generic, Self, TypeVar, Unpack
+
+from headscan.model_spec import ModelSpec
+from headscan.options import BATCH_TOKENS, Group
+
+if TYPE_CHECKING:
+    from headscan.runs.model_identity import ModelIdentity
+    from headscan.runs.open_run import JobOptions
+    from headscan.runs.run_context import Run
+    from headscan.steps.results import Result
+    from headscan.store.store import Store
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Step(ABC, Generic[R]):
+    """A step, whose result is an ``R``.
+
+    Attributes:
+        common: Options of the short help page.
+        needs_tokenizer: The step refuses a model without a tokenizer before it begins.
+        stores: Options of the store that the command line has.
+        of_model: Methods of the step that load a model; empty: all.
+        evaluates: The step asks questions, which needs memory for logits and a KV cache.
+    """
+
+    model: Annotated[ModelSpec, Group("model")]
+
+    common: ClassVar[str]
+    needs_tokenizer: ClassVar = True
+    evaluates: ClassVar = False
+    stores: ClassVar = ("store", "resume_anyway")
+    of_model: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of one forward pass, with padding, unless the devices say otherwise."""
+        return BATCH_TOKENS
+
+    def for_demo(self, scratch: Path) -> Self:
+        """Return the step with what the bundled model brings along and a command line leaves out, such as a task."""
+        return self
+
+    def check_inputs(self, store: Store) -> None:
+        """Raise now, before libraries and the model load, if a file or a run that the step names is missing."""
+
+    @property
+    def in_this_process(self) -> bool:
+        """True if the step runs in this process, because it removes heads."""
+        return False
+
+    @abstractmethod
+    def longest(self, identity: ModelIdentity) -> int:
+        """Return the tokens of the longest text, for which the placement reserves memory."""
+
+    @abstractmethod
+    def execute(self, run: Run) -> R:
+        """Do the work in a run; the same work again resumes."""
+
+    @abstractmethod
+    def shown(self, result: R, store: Store) -> Result:
+        """Return what the command line prints."""
+
+    def run(self, store: str | Path, **options: Unpack[JobOptions]) -> R:
+        """Do the step into a store; the same call again resumes.
+
+        Args:
+            store: DuckDB file; a missing one is created.
+            options: See `JobOptions`.
+
+        Raises:
+            HeadscanError: A setting, a file or the model does not fit. What was stored before stays.
+        """
+        from headscan.runs.open_run import identified, open_run
+
+        checked, identity = identified(
+            self.model, options, in_this_process=self.in_this_process, need_tokenizer=self.needs_tokenizer
+        )
+        longest = self.longest(identity)
+        with open_run(checked, self.model, longest, self.batch_tokens, store, evaluates=self.evaluates) as run:
+            return self.execute(run)
