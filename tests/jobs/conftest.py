@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -27,18 +27,18 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.plans import PlannedModel
 from headscan.pruning import save_model
 from headscan.runs.run_context import PoolFactory, Run
-from headscan.settings.evaluation_settings import EvaluateConfig, TaskConfig
+from headscan.settings.corpus_settings import ExamplesSpec
+from headscan.settings.evaluation_settings import TaskConfig
 from headscan.sizing import model_sizes
 from headscan.sizing.model_sizes import ModelSizes
+from headscan.steps.ablate import Ablate
+from headscan.steps.evaluate import Evaluate
 from headscan.store.store import Store
 from headscan.texts.token_requests import LogLikelihood, Request
 from tests import warm_python
 from tests.jobs.steps.kv_plans import model_of
 from tests.small_models import make_model
 from tests.stores import copy_store
-
-if TYPE_CHECKING:
-    from headscan import jobs
 
 TEXTS = [
     f"{name} counts to {i}: " + " ".join(str(n) for n in range(i)) for i, name in enumerate(("ada", "bo", "cy"), 9)
@@ -268,19 +268,16 @@ def quiet(line: str) -> None:
 
 
 @pytest.fixture
-def evaluation(spec: ModelSpec, task_folder: Path) -> EvaluateConfig:
-    return EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(task_folder), limit=6), recall=None)
+def evaluation(spec: ModelSpec, task_folder: Path) -> Evaluate:
+    return Evaluate(spec, TaskConfig(("counting",), include_path=str(task_folder), limit=6), recall=None)
 
 
 @pytest.fixture
-def labelled(tmp_path: Path) -> jobs.LabelledEvaluateConfig:
-    from headscan import jobs
+def labelled(tmp_path: Path) -> Ablate:
     from tests.jobs.steps.labelled_models import LABELLED, save_classifier, write_lines
 
     examples = write_lines(tmp_path / "d.tsv", LABELLED)
-    return jobs.LabelledEvaluateConfig(
-        ModelSpec(str(save_classifier(tmp_path / "bert"))), jobs.ExamplesSpec(str(examples))
-    )
+    return Ablate(ModelSpec(str(save_classifier(tmp_path / "bert"))), data=ExamplesSpec(str(examples)))
 
 
 @pytest.fixture
