@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from headscan.cli.option_parser import check_used
 from headscan.cli.verb_base import StoreOptions, StoreVerb, quiet_libraries
 from headscan.export.formats import OF_STORE, ExportConfig, run_export
 from headscan.options import Group
@@ -37,8 +36,9 @@ class Export(StoreVerb):
     json: Json = False
     store: Annotated[StoreOptions, Group(only=OF_STORE)]
 
-    def __post_init__(self) -> None:
-        check_used(self, self.settings.format, self.settings.format)
+    @property
+    def method(self) -> tuple[str, str]:
+        return self.settings.format, self.settings.format
 
     def run(self) -> Result:
         config = self.settings

@@ -20,9 +20,8 @@ stand in a file, too (`--config-file`).
 
 `headscan.cli.main` lists the verbs. `int`, `float`, `str`, `bool`, a `Literal`, a tuple of these and each of
 them `| None` are read from text; an `Option` narrows the values or has a function of its own. `__post_init__` raises if
-options do not go together; `changed` names those that are given, and `check_used` refuses those that a method does
-not use (``only``). An option that has an effect only with, or only without, another one declares that (``needs``), and
-`read_settings` refuses it elsewhere.
+options do not go together. `read_settings` refuses a given option that has no effect with the method of the verb, a
+property `method` with the method and its name for the user (``only``), or with or without another one (``needs``).
 """
 
 from __future__ import annotations
@@ -386,8 +385,10 @@ def read_settings(verb: str, cls: type[S], words: Sequence[str]) -> S:
     chosen = {groups.get(key) for key in given} - {None}
     kept = {key: value for key, value in preset.items() if groups[key] not in chosen}
     try:
-        settings = cls(**_arguments(cls, kept | given))
-        _check_needs(settings)
+        values = kept | given
+        settings = cls(**_arguments(cls, values))
+        _check_used(settings, values)
+        _check_needs(settings, values)
         return settings
     except UsageError:
         raise
@@ -461,22 +462,13 @@ def _is_absent(options: Sequence[BoundOption], values: Mapping[str, Any], path: 
     return True
 
 
-def changed(settings: Any) -> dict[str, str]:
-    """Return the flags of options whose values are not their defaults, by their fields' names with dots."""
-    optional = (bound for bound in options_of(type(settings)) if bound.default is not MISSING)
-    return {bound.key: bound.flag for bound in optional if _value(settings, bound) != bound.default}
-
-
-def check_used(settings: Any, chosen: str, name: str) -> None:
-    """Raise UsageError if an option is given that ``chosen``, the method or format of a verb, does not use; ``name`` is
-    how the command line names it.
-    """
-    given = changed(settings)
+def _check_used(settings: Any, given: Collection[str]) -> None:
+    """Raise UsageError if an option is given that the method or format of a verb (`method`) does not use."""
+    chosen, name = getattr(settings, "method", None) or (None, "")
     for bound in options_of(type(settings)):
-        if bound.only and chosen not in bound.only and bound.key in given:
+        if chosen is not None and bound.only and chosen not in bound.only and bound.key in given:
             only = ", ".join(bound.only)
-            flag = _written(settings, bound)
-            raise UsageError(f"{flag} has no effect on {name} (only on {only}): leave it out")
+            raise UsageError(f"{_written(settings, bound)} has no effect on {name} (only on {only}): leave it out")
 
 
 def needed_option(key: str, path: Sequence[str], options: Mapping[str, BoundOption]) -> BoundOption:
@@ -487,10 +479,9 @@ def needed_option(key: str, path: Sequence[str], options: Mapping[str, BoundOpti
     raise KeyError(f"no option has the key {key!r}. Correct the condition")
 
 
-def _check_needs(settings: Any) -> None:
+def _check_needs(settings: Any, given: Collection[str]) -> None:
     """Raise UsageError if an option is given that has no effect with the other options, or without one of them."""
     options = {bound.key: bound for bound in options_of(type(settings))}
-    given = changed(settings)
     for key in given:
         for path, needs in options[key].needs:
             if refused := _why_unused(settings, needs, path, options, given):
@@ -512,7 +503,10 @@ def _why_unused(
             return None
         words = needs.named or " or ".join(needs.values)
         return f"with {other.flag} {','.join(map(str, several))}: leave it out, or use {words}"
-    if needs.absent or other.default is True:
+    if other.default is True:
+        is_off = _value(settings, other) is False
+        return f"with {_written(settings, other)}: leave one of them out" if is_off else None
+    if needs.absent:
         return f"with {_written(settings, other)}: leave one of them out" if is_given else None
     return None if is_given else f"without {other.flag}: add {other.flag}, or leave it out"
 

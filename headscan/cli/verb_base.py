@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from headscan.cli.option_parser import check_used, with_flags
+from headscan.cli.option_parser import with_flags
 from headscan.cluster.placement_base import PlacementRequest, Timeouts, ray_address
 from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
@@ -135,9 +135,10 @@ class StepVerb:
         """The same command again resumes after an interruption."""
         return bool(self.step.stores)
 
-    def __post_init__(self) -> None:
-        if self.step.of_model:
-            check_used(self, self.step.method, f"--method {self.step.method}")
+    @property
+    def method(self) -> tuple[str, str] | None:
+        """The method of a step that has several, and its name for the user."""
+        return (self.step.method, f"--method {self.step.method}") if self.step.of_model else None
 
     def run(self) -> Result:
         step: Step[Any] = self.step

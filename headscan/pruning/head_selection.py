@@ -220,6 +220,9 @@ def best_nearby(
             return best
 
 
+_USUAL = SelectionConfig()
+
+
 class _Original:
     """Measurements of the original model on calibration texts, which choices of any unit share; each is made when it is
     first needed.
@@ -264,7 +267,7 @@ class HeadSelection:
         *,
         unit: Unit = "head",
         allowed: Allowed | None = None,
-        config: SelectionConfig = SelectionConfig(),
+        config: SelectionConfig = _USUAL,
         work: LongWork | None = None,
         _original: _Original | None = None,
     ) -> None:

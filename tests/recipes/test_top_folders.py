@@ -11,8 +11,7 @@ from importlib import import_module
 import pytest
 
 import headscan
-from headscan import jobs
-from tests.sources import ROOT, public_names, re_exports
+from tests.sources import ROOT, re_exports
 
 FOLDERS = ("pipelines", "cluster", "analysis")
 #: Modules whose `__init__` lists public names; all other public names stand in docs/api.md.
@@ -51,7 +50,6 @@ CODE = dict(_code())
 def public() -> set[str]:
     """Public names, with the modules from which they may be imported."""
     found = {f"headscan.{name}" for name in headscan.__all__}
-    found |= {f"headscan.jobs.{name}" for name in public_names(jobs)}
     found |= {f"{module}.{name}" for module in _LISTING for name in re_exports(import_module(module))}
     return found | set(re.findall(r"^::: (headscan[\w.]+)$", (ROOT / "docs/api.md").read_text("utf-8"), re.MULTILINE))
 

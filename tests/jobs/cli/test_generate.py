@@ -21,8 +21,8 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.plans import PlannedModel, planned_bytes
 from headscan.runs.model_identity import identify
-from headscan.settings.saving_settings import GenerateConfig
 from headscan.steps import run_generate as pipeline
+from headscan.steps.generate import Generate
 from headscan.steps.run_generate import Generated, GenerationTask, compare_generation
 from tests.instrument.kv.cache_plans import NARROW, random_plan
 from tests.jobs.cli.test_cli import fails
@@ -96,7 +96,7 @@ def test_a_chat_template_and_standard_input(
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": TEXTS[2]}], add_generation_prompt=True, return_dict=True
     )["input_ids"]
-    config = GenerateConfig(chat, plan_for(model_of(chat, lm), 0), TEXTS[2], apply_chat_template=True)
+    config = Generate(chat, plan=plan_for(model_of(chat, lm), 0), prompt=TEXTS[2], apply_chat_template=True)
     assert config.prompt_ids(identify(chat)) == tuple(ids)
     for encoding in ("utf-8", "utf-8-sig", "utf-16"):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXTS[2].encode(encoding))))

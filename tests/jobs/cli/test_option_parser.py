@@ -9,17 +9,7 @@ from typing import Annotated, Literal
 import pytest
 
 from headscan.cli.main import VERBS, verb_class
-from headscan.cli.option_parser import (
-    Given,
-    UsageError,
-    changed,
-    check_used,
-    needed_option,
-    options_of,
-    read_settings,
-    verb_parser,
-    with_flags,
-)
+from headscan.cli.option_parser import UsageError, needed_option, options_of, read_settings, verb_parser, with_flags
 from headscan.cluster.placement_base import PLACEMENTS, PlacementRequest
 from headscan.errors import HeadscanError
 from headscan.options import Group, Needs, Option
@@ -27,7 +17,7 @@ from headscan.options import Group, Needs, Option
 
 @dataclass(frozen=True)
 class Tokens:
-    most: int
+    most: Annotated[int, Option("most tokens", flag="--max-tokens")] = 9
     least: Annotated[int, Option("fewest tokens", flag="--min-tokens", least=1)] = 2
     mode: Annotated[Literal["chunk", "pack"], Option("cut")] = "chunk"
 
@@ -40,6 +30,11 @@ class Tokens:
 class Data:
     path: Annotated[str, Option("file", flag="--data")]
     limit: Annotated[int | None, Option("most examples (default: all)", flag="--limit-examples", least=1)] = None
+
+
+@dataclass(frozen=True)
+class Questions:
+    count: Annotated[int, Option("number of questions", flag="--questions", least=1)] = 4
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,10 @@ class Verb:
     skipped: Annotated[int, Option("skipped heads", least=0)] = 0
     confirm: Annotated[bool, Option("confirm")] = True
     safe: Annotated[bool, Option("unsafe", flag="--unsafe", negated=True)] = True
-    tokens: Annotated[Given[Tokens], Group("tokens")]
+    tokens: Annotated[Tokens, Group("tokens")]
+    asked: Annotated[Questions | None, Group("questions", switch=Option("also ask", flag="--ask"))] = field(
+        default_factory=Questions
+    )
     data: Annotated[Data | None, Group("data")] = None
     retries: Annotated[Retries, Group("retries")] = field(default_factory=lambda: Retries(5))
 
@@ -80,8 +78,7 @@ def read(*words: str) -> Verb:
 def test_defaults_stand_in_the_settings_alone() -> None:
     verb = read("m")
     assert (verb.model, verb.share, verb.sizes, verb.data) == ("m", 0.5, (1, 2), None) and verb.confirm and verb.safe
-    assert verb.retries == Retries(5) and verb.tokens.build(most=4) == Tokens(4)
-    assert changed(verb) == {}
+    assert (verb.retries, verb.tokens, verb.asked) == (Retries(5), Tokens(9), Questions(4))
     text = " ".join(verb_parser("verb", Verb).format_help().split())
     assert "(default: 0.5)" in text and "(default: 1,2)" in text and "(default: yes)" in text
     assert "skipped heads (default: 0)" in text and "fast (default" not in text
@@ -93,11 +90,8 @@ def test_a_command_line_becomes_settings() -> None:
     verb = read("m", *words, "--data", "x.tsv", "--limit-examples", "3", "--times", "0")
     assert (verb.scores, verb.sizes) == (("two", "one"), (3, 4, 5))
     assert (verb.fast, verb.confirm, verb.safe) == (True, False, False)
-    assert (
-        verb.tokens.build(most=2) == Tokens(2, 2, "pack") and verb.data == Data("x.tsv", 3) and verb.retries.times == 0
-    )
-    assert changed(verb)["tokens.mode"] == "--mode" and "share" not in changed(verb)
-    assert changed(read("m", "--mode", "chunk", "--times", "5")) == {"tokens.mode": "--mode"}
+    assert (verb.tokens, verb.data, verb.retries.times) == (Tokens(9, 2, "pack"), Data("x.tsv", 3), 0)
+    assert read("m", "--no-ask").asked is None and read("m", "--ask", "--questions", "2").asked == Questions(2)
     assert read("m", "--scores", "all").scores == ("one", "two")
 
 
@@ -111,6 +105,8 @@ def test_a_command_line_becomes_settings() -> None:
         (["m", "--scores", "twi"], "unknown score 'twi'; did you mean two?"),
         (["m", "--mode", "pick"], "invalid choice: 'pick'; did you mean pack?"),
         (["m", "--limit-examples", "3"], "--limit-examples has no effect without --data: leave it out"),
+        (["m", "--no-ask", "--questions", "4"], "--questions has no effect with --no-ask: leave one of them out"),
+        (["m", "--min-tokens", "10"], "--min-tokens 10 is above 9. Lower --min-tokens"),
     ],
 )
 def test_errors_name_options(words: list[str], message: str) -> None:
@@ -119,10 +115,8 @@ def test_errors_name_options(words: list[str], message: str) -> None:
     assert message in str(found.value)
 
 
-def test_messages_of_settings_that_a_verb_makes_later() -> None:
-    with pytest.raises(HeadscanError) as found:
-        read("m", "--min-tokens", "9").tokens.build(most=4)
-    assert with_flags(str(found.value), Verb) == "--min-tokens 9 is above 4. Lower --min-tokens"
+def test_messages_of_a_run_have_the_flags_of_the_verb() -> None:
+    assert with_flags("`least=9` is above 4", Verb) == "--min-tokens 9 is above 4"
     assert with_flags("(`safe=False`), `confirm=False`", Verb) == "(--unsafe), --no-confirm"
 
 
@@ -141,13 +135,14 @@ class Both:
 class Methods:
     """use a method"""
 
-    method: Annotated[Literal["a", "b", "c"], Option("method")] = "a"
+    way: Annotated[Literal["a", "b", "c"], Option("method", flag="--method")] = "a"
     seed: Annotated[int | None, Option("seed", only=("a", "c"))] = None
     retries: Annotated[Retries, Group(only=("c",))]
-    both: Annotated[Given[Both], Group("both", only=("a", "b"))]
+    both: Annotated[Both, Group("both", only=("a", "b"))]
 
-    def __post_init__(self) -> None:
-        check_used(self, self.method, f"--method {self.method}")
+    @property
+    def method(self) -> tuple[str, str]:
+        return self.way, f"--method {self.way}"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +161,7 @@ def test_an_option_that_the_method_does_not_use_is_refused(words: str, refusal: 
 
 
 def test_options_that_the_method_uses_are_taken() -> None:
-    assert read_settings("methods", Methods, "--method b --own 1 --free 2".split()).both.build() == Both(own=1, free=2)
+    assert read_settings("methods", Methods, "--method b --own 1 --free 2".split()).both == Both(own=1, free=2)
     assert read_settings("methods", Methods, "--method c --times 4 --seed 1".split()).retries.times == 4
     assert read_settings("methods", Methods, ["--times", "3"]).retries == Retries(3)
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from headscan.cli.main import main, read_command
-from headscan.cli.verb_base import DEMO_CORPUS
 from headscan.plans import HeadPlan, load_plan, planned_bytes
+from headscan.settings.corpus_settings import DEMO_CORPUS
 from tests.numbers.plan_fixtures import RECENT, SINK, everything, site, write_scan
 from tests.numbers.plans.test_plan_methods import write_probe
 from tests.stores import copy_store
@@ -117,4 +117,4 @@ def test_options_that_do_not_go_together_are_refused(
 
 def test_method_measured_accepts_a_store_and_has_texts_for_the_demo() -> None:
     verb = read_command(["plan", "demo", "--method", "measured", "--store", "mine.duckdb"])
-    assert verb.measured.required(verb).name == DEMO_CORPUS
+    assert verb.step.corpus.name == DEMO_CORPUS
