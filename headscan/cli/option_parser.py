@@ -53,6 +53,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**settings, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> NoReturn:
+        unknown = re.match("unrecognized arguments: (--[a-z-]+)", message)
+        if unknown and unknown[1] in _RENAMED:
+            message = f"{unknown[1]} is now {_RENAMED[unknown[1]]}"
         raise UsageError(f"{message} (see `{self.prog} --help`)")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -65,6 +68,12 @@ class Parser(argparse.ArgumentParser):
 
 #: Option of every verb with a file of options.
 _CONFIG_FILE = "--config-file"
+#: Options by their earlier names.
+_RENAMED = {
+    "--config": "--config-file for a file of options, and --corpus-config for a hub data set",
+    "--safe-loss": "--max-loss",
+    "--step-tokens": "--batch-tokens",
+}
 #: Larger counts are typing errors, and they overflow in libraries.
 _MOST = 2**31 - 1
 
