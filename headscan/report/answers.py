@@ -56,7 +56,7 @@ _LITTLE = 0.05
 _PLAN_FILE = "head_plan.json"
 #: Options of the corpus by field of its stored settings, with the field's default.
 _CORPUS_OPTIONS = {
-    "config": ("--config", None),
+    "config": ("--corpus-config", None),
     "split": ("--split", "train"),
     "column": ("--column", None),
     "revision": ("--corpus-revision", None),

@@ -38,7 +38,7 @@ def test_the_line_that_is_commented_out_is_a_setting(tmp_path: Path) -> None:
 def test_it_runs_on_the_demo_model(tmp_path: Path) -> None:
     smaller = "--hours 0.05 --max-tokens 128 --sequences 8 --judged-texts 20 --questions 20 --recall-questions 4"
     shares = "--shares 0.05 --window-shares 0.25 --prune-shares none --no-search --criteria output_norm_ln"
-    command = ["study", "--config", str(FILE)]
+    command = ["study", "--config-file", str(FILE)]
     done = subprocess.run(
         [sys.executable, "-m", "headscan", *command, *smaller.split(), *shares.split()],
         capture_output=True,
