@@ -6,6 +6,7 @@
     with headscan.intervene(lm, headscan.HeadMask([(3, 5)])): ...
     lm.model.generate(**inputs, past_key_values=headscan.PlanCache(plan))
     headscan.save_pruned(headscan.slice_heads(lm, [(3, 5)]), "smaller-model")
+    headscan.Scan(model="path-or-hub-name", corpus="texts/").run("s.duckdb")
 
 Importing this package does not load torch; each public name imports its module when it is first used. The import also
 registers pruned models with transformers, which has no entry point for model types: a finder on ``sys.meta_path`` waits
@@ -21,8 +22,8 @@ The folders: `models`, `checkpoints` and `sizing` (a model, its files, its costs
 (heads judged by derivatives of the loss); `kv` and `pruning` (smaller caches, smaller models).
 
 `cluster` does the same work on many devices. `store`, `ranking`, `verdicts`, `plans` and `report` say what the numbers
-mean. The verbs: `steps` and their `settings`, `texts`, the `engine` that answers requests, the records of `runs`,
-`export` and `study`; `jobs` calls them from Python, `cli` from the command line, and `demo` is the bundled model.
+mean. The verbs: `steps` and the `settings` that they share, `texts`, the `engine` that answers requests, the records of
+`runs`, `export` and `study`; `cli` is the command line, and `demo` the bundled model.
 """
 
 import sys

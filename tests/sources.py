@@ -17,7 +17,7 @@ PARTS = {
     "instrument": (),
     "cluster": ("cluster",),
     "numbers": ("store", "ranking", "verdicts", "plans", "report"),
-    "jobs": ("settings", "texts", "engine", "runs", "steps", "export", "study", "jobs", "cli", "demo"),
+    "jobs": ("settings", "texts", "engine", "runs", "steps", "export", "study", "cli", "demo"),
 }
 
 

@@ -1,5 +1,5 @@
-"""Settings with options, defaults and help, which load no library.
+"""Settings that several steps share, with options, defaults and help, which load no library.
 
-`corpus_settings` for texts, `measure_settings` for scans, probes, importance and gates, `evaluation_settings` for
-tasks and arms, `saving_settings` for plans and prunings. `settings_file` reads them from YAML or JSON.
+`corpus_settings` for texts, `evaluation_settings` for tasks, recall questions and arms, `saving_settings` for texts and
+prompts of a pruning. `settings_file` reads settings from YAML or JSON.
 """

@@ -48,7 +48,9 @@ class CorpusSpec:
             flag="--corpus",
         ),
     ]
-    config: Annotated[str | None, Option("configuration of a hub data set (default: its own)", flag="--corpus-config")] = None
+    config: Annotated[
+        str | None, Option("configuration of a hub data set (default: its own)", flag="--corpus-config")
+    ] = None
     split: Annotated[str, Option("split of a hub data set")] = "train"
     column: Annotated[str | None, Option("text column (default: `text`, or the only string column)")] = None
     revision: Annotated[

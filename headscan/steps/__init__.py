@@ -1,8 +1,12 @@
-"""The work of each verb, one file a verb.
+"""The steps: a verb that runs a model is a class with its options, its work, and what the command line prints.
 
-On texts: `run_scan` and `run_importance`, which share `run_corpus`, `run_probe` and `run_gates`. Ablations:
-`run_ablate`, and `run_labelled_ablate` on labelled examples. Evaluations: `evaluate_chosen` makes the arms of settings,
-`run_sweep` those of a sweep, and `run_evaluation` lets them answer; `checks` refuses what cannot be answered. Plans:
-`run_plan` from damages that `damage_measurement` measures, `plan_arms` evaluates plans, and `run_generate` generates
-text. Verbs of several files have folders, `prune` and `referee`. `lm_eval_model` is headscan as a model of lm-eval.
+`step` is the base. The classes import no library: `scan` and `importance`, which share `corpus_step`; `probe`; `gates`;
+`evaluate`, `sweep` and `ablate`, which share `question_step`; `plan`; `generate`; and, with the files of their work,
+`prune` and `referee`. What a step prints is a `Result` (`results`).
+
+`execute` of a step imports its work. On texts: `run_scan` and `run_importance`, which share `run_corpus`, `run_probe`
+and `run_gates`. Ablations: `run_ablate`, and `run_labelled_ablate` on labelled examples. Evaluations: `evaluate_chosen`
+makes the arms of settings, `run_sweep` those of a sweep, and `run_evaluation` lets them answer; `checks` refuses what
+cannot be answered. Plans: `run_plan` from damages that `damage_measurement` measures, `plan_arms` evaluates plans, and
+`run_generate` generates text. `lm_eval_model` is headscan as a model of lm-eval.
 """
