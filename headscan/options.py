@@ -242,7 +242,8 @@ def check_limits(settings: Any, error: type[HeadscanError]) -> None:
         if given is None and kind.optional:
             continue
         if isinstance(given, str | PathLike) and not kind.many and kind.cls is not None and is_dataclass(kind.cls):
-            given = kind.cls(given)
+            settings_class: Any = kind.cls
+            given = settings_class(given)
             object.__setattr__(settings, name, given)
         if kind.many and not isinstance(given, (tuple, list)):
             raise error(f"`{name}={given!r}` is no tuple. Change `{name}`")

@@ -419,12 +419,12 @@ def _preset(verb: str, cls: type, words: Sequence[str]) -> dict[str, Any]:
         plain = str(name).replace("_", "-")
         of_group = {f"{name}.{inner}": each for inner, each in value.items()} if isinstance(value, dict) else {}
         if of_group and of_group.keys() <= by_key.keys():
-            given = {by_key[key]: each for key, each in of_group.items()}
+            given = [(by_key[key], each) for key, each in of_group.items()]
         elif plain in options:
-            given = {options[plain]: value}
+            given = [(options[plain], value)]
         else:
             raise UsageError(f"{file}: {unknown_name('option', plain, tuple(options))}")
-        for bound, each in given.items():
+        for bound, each in given:
             if each is None or (each == [] and bound.default == ()):
                 continue
             try:
@@ -550,7 +550,7 @@ def with_flags(message: str, cls: type) -> str:
     """
     bound = options_of(cls)
     flags = {option.path[-1]: option for option in bound}
-    flags |= {option.flag[2:].replace("-", "_"): option for option in bound if option.flag.startswith("--")}
+    flags |= {option.flag.lstrip("-").replace("-", "_").lower(): option for option in bound}
     return re.sub(r"`([a-z_]+)(?:=([^`]*))?`", lambda found: _renamed(found, flags), message)
 
 

@@ -8,7 +8,8 @@ from typing import Annotated
 from headscan.catalog import SCORES, STATISTICS
 from headscan.cli.verb_base import StoreVerb, say_run
 from headscan.options import Option
-from headscan.settings.evaluation_settings import Confirm, MaxLoss
+from headscan.settings.evaluation_settings import MaxLoss
+from headscan.steps.sweep import Confirm
 from headscan.store.verdict_limits import MAX_LOSS
 
 

@@ -145,14 +145,14 @@ class StepVerb:
         options = self.devices.job_options(type(self))
         if "resume_anyway" in step.stores:
             options["resume_anyway"] = self.resume_anyway
-        store = None
+        store: Any = None  # of steps that keep nothing
         if self.store is not None:
             options["lock_timeout"] = self.store.lock_timeout
-            store = self.store.open(writes=step.model is not None)  # type: ignore[redundant-expr]
+            store = self.store.open(writes=step.model is not None)
         step.check_inputs(store)
         quiet_libraries()
         with tempfile.TemporaryDirectory() as scratch:
-            if step.model is not None and step.model.is_demo:  # type: ignore[redundant-expr]
+            if step.model is not None and step.model.is_demo:
                 step = step.for_demo(Path(scratch))
             result = step.run(None if self.store is None else self.store.path, **options)
         return step.shown(result, store)

@@ -201,9 +201,9 @@ class TaskConfig:
         if self.fewshot_as_multiturn and not self.apply_chat_template:
             raise HarnessError("`fewshot_as_multiturn=True` needs a chat template. Set `apply_chat_template`, too")
 
-    def check_effect(self) -> None:
-        """Raise HarnessError if a setting of prompts is given, but no task."""
-        for name in ("num_fewshot", "limit", "mmlu_cloze", "apply_chat_template"):
+    def check_effect(self, *others: str) -> None:
+        """Raise HarnessError if a setting of prompts, or one of ``others``, is given, but no task."""
+        for name in ("num_fewshot", "limit", "mmlu_cloze", "apply_chat_template", *others):
             if not self.names and getattr(self, name) != getattr(TaskConfig, name):
                 raise HarnessError(f"`{name}` has no effect without `tasks`: add `tasks`, or leave it out")
 

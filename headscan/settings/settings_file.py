@@ -30,9 +30,9 @@ def build_settings(kind: Any, settings: Mapping[str, Any], error: type[HeadscanE
     """Return an object of a settings class from the plain values of a file. Raise ``error`` for an unknown name, a
     missing setting, or a value of another type; ``place`` is the beginning of their names, with dots.
     """
-    hints = get_type_hints(kind)
-    if unknown := [name for name in settings if name not in hints]:
-        raise error(f"unknown setting {place}{unknown[0]}. Choose from {', '.join(hints)}")
+    hints, names = get_type_hints(kind), [each.name for each in fields(kind)]
+    if unknown := [name for name in settings if name not in names]:
+        raise error(f"unknown setting {place}{unknown[0]}. Choose from {', '.join(names)}")
     missing = [
         each.name
         for each in fields(kind)

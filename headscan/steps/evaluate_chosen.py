@@ -32,13 +32,12 @@ def evaluate_chosen(config: Evaluate, run: Run, chosen: ChosenArms) -> str:
     plans = [arm for plan in chosen.plans for arm in plan_arms(plan, chosen.plan_modes, chosen.controls)]
     questions = Questions(config.tasks, config.recall, run.identity, config.text)
     replacement = collect_replacement(chosen.replacement, run, questions.longest_input())
+    shares = [] if chosen.share is None else [chosen.share]
     arms = [BASELINE, *(mask_arm(heads, replacement) for heads in head_sets)]
     if chosen.criterion is not None and ranking_run is not None:
-        arms += criterion_masks(
-            run.store, ranking_run, chosen.criterion, [chosen.share], chosen.mask_order, replacement
-        )
+        arms += criterion_masks(run.store, ranking_run, chosen.criterion, shares, chosen.mask_order, replacement)
         if chosen.rule:
-            arms += rules_by_score(run.store, ranking_run, chosen.criterion, [chosen.share], replacement)
+            arms += rules_by_score(run.store, ranking_run, chosen.criterion, shares, replacement)
     if chosen.controls:
         arms += random_controls(run.facts.grid, arms, chosen.controls, replacement)
     return run_evaluation(config, run, [*arms, *plans, *models], questions=questions)

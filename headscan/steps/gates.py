@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from headscan.errors import GateError
 from headscan.gates.gate_settings import GateFitConfig
@@ -93,7 +93,7 @@ class Gates(Step["GatesResult"]):
             ]
             return "\n".join(filter(None, lines))
 
-        facts = {"run_id": run_id, "store": str(store.path), "mask": mask}
+        facts: dict[str, Any] = {"run_id": run_id, "store": str(store.path), "mask": mask}
         facts |= {"closed": closed, "open": still_open, "classes": classes}
         notes = [f"run {run_id} is complete in {store.path}: nothing to do"] if result.already_done else []
         return Result(heads, text, facts, notes)

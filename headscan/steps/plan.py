@@ -269,6 +269,7 @@ class Plan(Step["HeadPlan"]):
         elif store is not None:
             plan = super().run(store, **options)
         else:
+            assert self.model is not None
             with open_model(options, self.model, self.longest, "without `store`") as context:
                 plan = self.execute(context)
         if self.out is not None:

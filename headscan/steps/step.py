@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Generic, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self, TypeVar, Unpack
 
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Group
@@ -43,7 +43,7 @@ class Step(ABC, Generic[R]):
     common: ClassVar[str]
     needs_tokenizer: ClassVar = True
     evaluates: ClassVar = False
-    stores: ClassVar = ("store", "resume_anyway")
+    stores: ClassVar[tuple[str, ...]] = ("store", "resume_anyway")
     of_model: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -75,11 +75,11 @@ class Step(ABC, Generic[R]):
     def shown(self, result: R, store: Store) -> Result:
         """Return what the command line prints."""
 
-    def run(self, store: str | Path, **options: Unpack[JobOptions]) -> R:
+    def run(self, store: Any, **options: Unpack[JobOptions]) -> R:
         """Do the step into a store; the same call again resumes.
 
         Args:
-            store: DuckDB file; a missing one is created.
+            store: DuckDB file (a name or `Path`); a missing one is created.
             options: See `JobOptions`.
 
         Raises:

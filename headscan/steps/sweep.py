@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from headscan.store.store import Store
     from headscan.verdicts.curves import Curve
 
+#: Option that splits the questions of a sweep.
+Confirm = Annotated[
+    bool,
+    Option(
+        "select the best arm of a sweep on half of the task questions and a quarter of the recall texts, and judge it "
+        "on the others; --no-confirm uses all questions for both, and the interval is then too narrow"
+    ),
+]
 #: The paper's shares of heads.
 SWEPT_SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 _REPLACED = Needs(key="replacement.kind", values=("mean", "resample"))
@@ -84,13 +92,7 @@ class Sweep(QuestionStep["SweepResult"]):
             least=0,
         ),
     ] = 3
-    confirm: Annotated[
-        bool,
-        Option(
-            "select the best arm of a sweep on half of the task questions and a quarter of the recall texts, and judge "
-            "it on the others; --no-confirm uses all questions for both, and the interval is then too narrow"
-        ),
-    ] = True
+    confirm: Confirm = True
     replacement: Annotated[ReplacementConfig, Group("texts")] = field(default_factory=ReplacementConfig)
     corpus: Annotated[CorpusSpec | None, Group("texts", needs=(_REPLACED,))] = None
 

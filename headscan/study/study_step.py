@@ -143,7 +143,7 @@ class Study(Step["StudyAnswer"]):
             if not self.model.is_demo:
                 raise StudyError("`corpus` is required: name a file, a folder, a data set or a built-in corpus")
             object.__setattr__(self, "corpus", CorpusSpec(DEMO_CORPUS))
-        self.tasks.check_effect()
+        self.tasks.check_effect("bos", "include_path")
         object.__setattr__(self, "criteria", tuple(dict.fromkeys(self.criteria)))
         for name in SHARE_SETTINGS:
             if getattr(self, name) is None:
@@ -191,6 +191,8 @@ class Study(Step["StudyAnswer"]):
 
     def run(self, store: None = None, **options: Unpack[JobOptions]) -> StudyAnswer:  # type: ignore[override]
         """Run the study; its store is ``study.duckdb`` in its folder."""
+        if store is not None:
+            raise StudyError(f"`store={store}`: a study has its own store, `study.duckdb` in `out`. Leave out `store`")
         return super().run(Path(self.out) / "study.duckdb", **options)
 
     def execute(self, run: Run) -> StudyAnswer:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from headscan.model_spec import ModelSpec
-from headscan.study.study_config import StudyConfig, read_study
+from headscan.study.study_step import Study, read_study
 from tests.sources import ROOT
 
 FILE = ROOT / "pipelines/study.yaml"
@@ -22,7 +22,7 @@ def test_its_settings_are_those_of_a_study() -> None:
     config = read_study(FILE)
     assert (config.model, config.kind_count) == (ModelSpec("demo", "float32"), 3)
     given = yaml.safe_load(FILE.read_text("utf-8"))
-    for field in fields(StudyConfig):
+    for field in fields(Study):
         if field.name in given and field.name not in ("model", "corpus", "judge"):
             value = given[field.name]
             expected = tuple(value) if isinstance(value, list) else type(getattr(config, field.name))(value)
@@ -31,7 +31,7 @@ def test_its_settings_are_those_of_a_study() -> None:
 
 def test_the_line_that_is_commented_out_is_a_setting(tmp_path: Path) -> None:
     (tmp_path / "study.yaml").write_text(FILE.read_text("utf-8").replace("# tasks:", "tasks:"))
-    assert read_study(tmp_path / "study.yaml").tasks is not None
+    assert read_study(tmp_path / "study.yaml").tasks.names == ("arc_easy",)
 
 
 @pytest.mark.slow

@@ -139,7 +139,7 @@ class _Chooser:
         self._lm, self._job, self._config = lm, job, job.config
         self._texts, self._calibration = texts, calibration
         self._work = LongWork(job.known, shown_steps, job.say)
-        self._units = all_units(lm.grid, self._config.unit)
+        self._units = all_units(lm.grid, self._config.removed_unit)
         self._allowed = allowed_groups(lm.grid, self._config.kv_counts)
         self._controls: set[tuple[str, float, tuple[Head, ...]]] = set()
         self._passed_over: list[Callable[[], tuple[Head, ...]]] = []
@@ -149,7 +149,7 @@ class _Chooser:
         return HeadSelection(
             self._lm,
             self._calibration,
-            unit=self._config.unit,
+            unit=self._config.removed_unit,
             allowed=self._allowed,
             config=self._config.selection,
             work=self._work,
@@ -166,7 +166,9 @@ class _Chooser:
         share, rounding = None, ""
         if wanted.budget is not None:
             share = wanted.budget.nominal_share
-            rounding = rounding_note(wanted.budget, self._config.unit, self._units, removed, self._config.kv_counts)
+            rounding = rounding_note(
+                wanted.budget, self._config.removed_unit, self._units, removed, self._config.kv_counts
+            )
         if share is None:
             share = len(removed) / self._lm.grid.total_heads
         for note in (rounding, skipped_layers(skipped_by(self._lm.grid, removed))):
@@ -222,7 +224,7 @@ class _Chooser:
 
     def _count_of(self, removed: Sequence[Head]) -> int:
         """Return the number of units with as many heads as those removed."""
-        if self._config.unit == "head":
+        if self._config.removed_unit == "head":
             return len(removed)
         gone = set(removed)
         return max(1, sum(gone.issuperset(heads) for heads in self._units))
@@ -231,7 +233,9 @@ class _Chooser:
         if method in self._config.orders:
             if self._allowed is not None:
                 ranks = mean_ranks(self._units, self._config.orders[method])
-                return allocate_ranked(find_units(self._lm.grid, self._config.unit), ranks, count, self._allowed)
+                return allocate_ranked(
+                    find_units(self._lm.grid, self._config.removed_unit), ranks, count, self._allowed
+                )
             return tuple(Head(*head) for head in first_units(self._units, self._config.orders[method], count))
         return self._selection.choose(method=method, count=count, seed=seed)
 
@@ -305,7 +309,7 @@ class _Builder:
             folder=model.folder,
             method=model.method,
             share=model.share,
-            unit=config.unit,
+            unit=config.removed_unit,
             kv_counts=config.kv_counts,
             repair=config.repair.words,
             removed=removed,

@@ -322,9 +322,7 @@ class Prune(QuestionStep["PruneResult"]):
             raise PruningError(f"`{given[0]}` and `{given[1]}` are two sizes (limit 1). Leave one of them out")
         if self.kv_bytes is not None and self.unit == "head":
             raise PruningError("`kv_bytes` needs `unit` group or layer: single query heads free no KV cache")
-        if self.unit is None:
-            object.__setattr__(self, "unit", "group" if self.kv_bytes is not None else "head")
-        if self.kv_counts != "any" and (self.unit != "group" or self.names_heads):
+        if self.kv_counts != "any" and (self.removed_unit != "group" or self.names_heads):
             raise PruningError("`kv_counts` divisors goes with `unit` group: add it, or leave `kv_counts` out")
         _check_heads("masks", self.masks)
         _check_heads("orders", self.orders)
@@ -352,6 +350,11 @@ class Prune(QuestionStep["PruneResult"]):
                     f"{names.count(name)} models have the folder {name!r} (limit 1). Give each size, method and mask"
                     " once"
                 )
+
+    @property
+    def removed_unit(self) -> Unit:
+        """The unit of removal, which is chosen if none is named."""
+        return self.unit or ("head" if self.kv_bytes is None else "group")
 
     @property
     def names_heads(self) -> bool:
@@ -434,7 +437,7 @@ class Prune(QuestionStep["PruneResult"]):
         chosen = [each for each in methods if each != RANDOM]
         first_chosen = next((each for each in chosen if each != LAYER_DROP), chosen[0] if chosen else None)
         # Whole layers chosen by damage would be their own control.
-        is_control = self.unit == "layer" and "damage" in methods
+        is_control = self.removed_unit == "layer" and "damage" in methods
         return self.controls if method == first_chosen else 0, method == first_of_heads and not is_control
 
     def check_inputs(self, store: Store) -> None:

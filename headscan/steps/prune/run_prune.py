@@ -174,7 +174,7 @@ def _settings_hash(config: Prune, run: Run, inputs: _Inputs) -> str:
         "sizes": [config.budgets, config.methods, *config.head_sets.items()],
         "orders": [(name, *map(tuple, order)) for name, order in config.orders.items()],
         "how": [
-            config.unit,
+            config.removed_unit,
             config.kv_counts,
             config.selection,
             config.repair,

@@ -26,11 +26,11 @@ from headscan.plans import LossLimit, PlanError, WindowHeads, WindowShare, load_
 from headscan.plans.window_search import smallest_windows
 from headscan.runs.run_context import ModelContext, Run
 from headscan.settings.evaluation_settings import RecallQuestions
-from headscan.settings.measure_settings import ScanConfig
-from headscan.settings.saving_settings import PlanConfig, RecallPrompts
+from headscan.settings.saving_settings import RecallPrompts
 from headscan.steps.damage_measurement import DamagePool, Measurement
+from headscan.steps.plan import Plan
 from headscan.steps.run_plan import run_plan
-from headscan.steps.run_scan import run_scan
+from headscan.steps.scan import Scan
 from headscan.store.store import Store
 from headscan.texts import CorpusSpec, TokenConfig, open_corpus, sequences
 from headscan.texts.recall_tasks import recall_questions
@@ -40,22 +40,20 @@ from tests.jobs.conftest import THREADS
 from tests.sources import SHARED
 
 SPEC = ModelSpec(str(MODEL_FOLDER), "float32")
-SMALL = PlanConfig(
-    SPEC,
-    CorpusSpec("python-stdlib-heldout"),
-    recents=(16,),
-    max_tokens=72,
-    sequences=4,
-    recall_prompts=8,
-    batch_tokens=2048,
-)
+CORPUS = CorpusSpec("python-stdlib-heldout")
+SMALL = Plan(SPEC, method="measured", corpus=CORPUS, recent=(16,), max_tokens=72, sequences=4, recall_prompts=8)
 BOOKS = SHARED / "corpora/gutenberg"
 
 
 @pytest.fixture(scope="module")
 def context():
     with InProcessPool(SPEC, THREADS) as pool:
-        yield ModelContext(SPEC, lambda _: pool)
+        yield ModelContext(SPEC, lambda _: pool, batch_tokens=2048)
+
+
+def scanning(context: ModelContext, store: Store) -> Run:
+    """Return a run that scans with the pool of another job."""
+    return Run(SPEC, store, lambda _: context.pool, batch_tokens=context.batch_tokens)
 
 
 def test_a_share_gives_windows_evidence_and_a_held_out_loss(context: ModelContext) -> None:
@@ -71,7 +69,7 @@ def test_a_share_gives_windows_evidence_and_a_held_out_loss(context: ModelContex
 
 @pytest.mark.slow
 def test_a_loss_limit_gives_as_many_windows_as_it_allows(context: ModelContext) -> None:
-    config = PlanConfig(**{**vars(SMALL), "recall_prompts": 0})
+    config = replace(SMALL, recall_prompts=0)
     counts = []
     for limit in (1e-6, 0.05, 50.0):
         plan = run_plan(config, context, LossLimit(limit))
@@ -86,15 +84,11 @@ def test_a_loss_limit_gives_as_many_windows_as_it_allows(context: ModelContext) 
 
 
 def test_the_other_methods_order_is_that_of_a_store(context: ModelContext, tmp_path: Path) -> None:
-    corpus = CorpusSpec("python-stdlib-heldout")
     tokens = TokenConfig(96, mode="chunk", min_tokens=21, limit_sequences=3)
     store = Store(tmp_path / "s.duckdb")
-    run_scan(
-        ScanConfig(SPEC, corpus, tokens, widths=MassWidths(4, 16), batch_tokens=2048),
-        Run(SPEC, store, lambda _: context.pool),
-    )
+    Scan(SPEC, CORPUS, tokens, widths=MassWidths(4, 16)).execute(scanning(context, store))
     plan = make_plan(store, None, method="distant_mass", budget=WindowHeads(12), sink=4, recent=16)
-    texts = [each.ids.tolist() for each in sequences(open_corpus(corpus), context.identity.tokenizer, tokens)]
+    texts = [each.ids.tolist() for each in sequences(open_corpus(CORPUS), context.identity.tokenizer, tokens)]
     heads = [(head.layer, head.kv_head) for head in plan.heads]
     needs = DamagePool(context.pool).needs([Request(tuple(ids), 1) for ids in texts], Window(4, 16), heads)
     np.testing.assert_allclose(needs / needs.max(), [head.score for head in plan.heads], rtol=1e-3)
@@ -145,9 +139,7 @@ def test_recall_that_the_model_cannot_do_is_named(context: ModelContext, monkeyp
 
 def test_held_out_prompts_decide_nothing(context: ModelContext, pretend: Callable[[AddedLoss], None]) -> None:
     config = replace(SMALL, recall_prompts=0)
-    held_out = (
-        text_prompts(config.corpus, context.identity, config.max_tokens or 0, config.sequences, 20).halves()[1].requests
-    )
+    held_out = text_prompts(CORPUS, context.identity, config.max_tokens or 0, config.sequences, 20).halves()[1].requests
     pretend(lambda request: 0.5 if request in held_out else 0.125)
     plan = run_plan(config, context, LossLimit(1.0))
     assert plan.budget.window_heads == 8
@@ -165,7 +157,7 @@ def test_each_recall_task_keeps_the_loss_limit(context: ModelContext, pretend: C
 
 
 def test_heads_get_windows_of_different_widths(context: ModelContext) -> None:
-    config = replace(SMALL, recents=(48, 16), recall_prompts=0, confirm=False)
+    config = replace(SMALL, recent=(48, 16), recall_prompts=0, confirm=False)
     plan = run_plan(config, context, WindowHeads(12))
     measurement = Measurement.of(config, context)
     damages = {window: measurement.damages(window)["text"] for window in config.windows}
@@ -179,7 +171,7 @@ def test_heads_get_windows_of_different_widths(context: ModelContext) -> None:
 
 
 def test_damages_of_layers_are_those_of_masks_opened_by_hand(context: ModelContext) -> None:
-    config = replace(SMALL, sink=0, granularity="layer", confirm=False)
+    config = replace(SMALL, sink=0, unit="layer", confirm=False)
     plan = run_plan(config, context, WindowShare(0.5))
     measurement = Measurement.of(config, context)
     lm, window = context.pool.one(lambda lm, _: lm, None), Window(0, 16)
@@ -211,7 +203,7 @@ def _loss(lm: LoadedModel, ids: Sequence[int], scored: int, kept: KeptKeys | Non
 
 
 def test_a_plan_by_layer_is_searched_and_limited_in_whole_layers(context: ModelContext) -> None:
-    config = replace(SMALL, granularity="layer", recall_prompts=0)
+    config = replace(SMALL, unit="layer", recall_prompts=0)
     plan = run_plan(config, context, WindowShare(0.5))
     assert "of 3 layers with windows are not among the lowest estimates" in plan.notes[1]
     confirmed = {head.layer for head in plan.heads if head.damage and head.damage.confirmed_text is not None}
@@ -243,7 +235,7 @@ def test_recall_prompts_are_no_questions_of_an_evaluation(context: ModelContext)
     assert len(prompts) == 16 and asked.isdisjoint(prompts)
     assert {len(ids) for ids in prompts} == {257} == {len(ids) for ids in asked}
     most = 2**32 - 1
-    for setting in (RecallQuestions, RecallPrompts, partial(PlanConfig, SMALL.model, SMALL.corpus)):
+    for setting in (RecallQuestions, RecallPrompts, partial(replace, SMALL)):
         assert setting(seed=most).seed == most
         with pytest.raises(HeadscanError, match=rf"^`seed={2**32}` \(limit below {2**32}\)\. Lower `seed`"):
             setting(seed=2**32)
@@ -252,8 +244,7 @@ def test_recall_prompts_are_no_questions_of_an_evaluation(context: ModelContext)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"recents": ()}, "`recents` is empty"),
-        ({"recents": (0,)}, r"`recents=0` \(limit 1\)"),
+        ({"recent": (0,)}, r"`recent=0` \(limit 1\)"),
         ({"gates": ()}, "`gates` is empty"),
         ({"sequences": 1}, "sequences=1"),
         ({"recall_prompts": 12}, "recall_prompts=12"),
@@ -261,12 +252,12 @@ def test_recall_prompts_are_no_questions_of_an_evaluation(context: ModelContext)
 )
 def test_settings_out_of_range_are_refused(changes: dict[str, object], words: str) -> None:
     with pytest.raises(PlanError, match=words):
-        PlanConfig(**{**vars(SMALL), **changes})  # type: ignore[arg-type]
+        replace(SMALL, **changes)  # type: ignore[arg-type]
 
 
 def test_texts_shorter_than_the_window_are_refused(context: ModelContext) -> None:
     with pytest.raises(HeadscanError, match=r"`max_tokens=72` \(at least 261"):
-        run_plan(PlanConfig(**{**vars(SMALL), "recents": (256,)}), context, WindowShare(0.5))
+        run_plan(replace(SMALL, recent=(256,)), context, WindowShare(0.5))
 
 
 def test_the_command_writes_a_plan_and_keeps_the_damages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -316,14 +307,11 @@ def test_measured_plans_lose_less_than_plans_by_attention_and_random_ones(
 ) -> None:
     """The bar: 0.6 x the text loss and 0.4 x the recall loss of distant_mass at 21 of 24; better than random always."""
     corpus, identity = CorpusSpec(str(BOOKS)), context.identity
-    config = PlanConfig(SPEC, corpus, recents=(60,), max_tokens=512, sequences=32, batch_tokens=2048)
+    config = Plan(SPEC, method="measured", corpus=corpus, recent=(60,), max_tokens=512, sequences=32)
     counts = (12, 18, 21)
     store = Store(tmp_path / "s.duckdb")
     tokens = TokenConfig(512, mode="chunk", min_tokens=65, limit_sequences=32)
-    run_scan(
-        ScanConfig(SPEC, corpus, tokens, widths=MassWidths(4, 60), batch_tokens=2048),
-        Run(SPEC, store, lambda _: context.pool),
-    )
+    Scan(SPEC, corpus, tokens, widths=MassWidths(4, 60)).execute(scanning(context, store))
     names = ["measured", "distant_mass", *(f"random {seed}" for seed in range(5))]
     plans = []
     for count in counts:

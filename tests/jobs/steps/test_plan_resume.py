@@ -59,9 +59,9 @@ def made(store: Path | None, most: int | None = None, count: int = 2, **options:
     with CountingPool(most) as pool, pytest.MonkeyPatch.context() as patch:
         patch.setattr("headscan.plans.window_search._ROUNDS", 1)
         patch.setattr("headscan.plans.window_search._TRIES", 2)
-        context = ModelContext(SPEC, lambda _: pool)
+        context = ModelContext(SPEC, lambda _: pool, batch_tokens=2048)
         if store is not None:
-            context = Run(SPEC, Store(store), lambda _: pool, **options)
+            context = Run(SPEC, Store(store), lambda _: pool, batch_tokens=2048, **options)
         return run_plan(SMALL, context, WindowHeads(count)), pool.measured
 
 

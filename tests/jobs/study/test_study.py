@@ -24,7 +24,7 @@ from headscan.runs.head_orders import imported_heads
 from headscan.runs.progress import time_text
 from headscan.runs.run_context import Run
 from headscan.settings.evaluation_settings import TaskConfig
-from headscan.steps.prune.prune_config import PruneConfig
+from headscan.steps.prune.prune_step import Prune
 from headscan.steps.prune.run_prune import run_prune
 from headscan.store.output_files import write_text
 from headscan.store.records import ArmKind
@@ -33,7 +33,7 @@ from headscan.study.question_costs import limit_per_task, question_costs
 from headscan.study.run_study import _Study, run_study
 from headscan.study.study_answer import ABLATED, CACHED, REMOVED, Saving, StudyAnswer
 from headscan.study.study_candidates import write_heads
-from headscan.study.study_config import StudyConfig, StudyError, read_study, resumed, study_from, write_study
+from headscan.study.study_step import Study, StudyError, read_study, resumed, write_study
 from headscan.study.study_texts import split_texts
 from headscan.study.study_time import PassCosts, QuestionCosts, decided, study_seconds
 from headscan.texts import CorpusSpec
@@ -49,7 +49,7 @@ SPEC = ModelSpec("demo", "float32")
 _ASKED = "SELECT DISTINCT run_id FROM answers JOIN arms USING (arm_id) WHERE task = 'continuation'"
 
 
-def tiny(out: Path, **changes: object) -> StudyConfig:
+def tiny(out: Path, **changes: object) -> Study:
     settings = {
         "max_tokens": 88,
         "criteria": ("output_norm_ln", "importance_recall"),
@@ -63,10 +63,15 @@ def tiny(out: Path, **changes: object) -> StudyConfig:
         "search": False,
         "prune_by": "criterion",
     }
-    return StudyConfig(SPEC, CorpusSpec("python-stdlib-modules"), str(out), **settings | changes)  # type: ignore[arg-type]
+    return Study(SPEC, CorpusSpec("python-stdlib-modules"), out, **settings | changes)  # type: ignore[arg-type]
 
 
-def run(config: StudyConfig, lines: list[str]) -> StudyAnswer:
+def open_study(out: Path, **settings: Any) -> Study:
+    """Return a study in which most is left to the time."""
+    return Study(SPEC, CorpusSpec("texts/"), out, max_tokens=256, **settings)
+
+
+def run(config: Study, lines: list[str]) -> StudyAnswer:
     def opened(spec: ModelSpec) -> Pool:
         return InProcessPool(spec, THREADS)
 
@@ -75,12 +80,12 @@ def run(config: StudyConfig, lines: list[str]) -> StudyAnswer:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[StudyConfig, StudyAnswer, list[str]]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Study, StudyAnswer, list[str]]]:
     config, lines = tiny(tmp_path_factory.mktemp("study") / "out"), list[str]()
     yield config, run(config, lines), lines
 
 
-def test_a_study_ends_with_answers_and_files(found: tuple[StudyConfig, StudyAnswer, list[str]]) -> None:
+def test_a_study_ends_with_answers_and_files(found: tuple[Study, StudyAnswer, list[str]]) -> None:
     config, answer, lines = found
     out = Path(config.out)
     assert [each.kind for each in answer.savings] == [ABLATED, CACHED, REMOVED]
@@ -120,7 +125,7 @@ def test_a_study_ends_with_answers_and_files(found: tuple[StudyConfig, StudyAnsw
     assert (out / "pruned" / "model.safetensors").is_file()
 
 
-def test_the_same_command_measures_nothing_again(found: tuple[StudyConfig, StudyAnswer, list[str]]) -> None:
+def test_the_same_command_measures_nothing_again(found: tuple[Study, StudyAnswer, list[str]]) -> None:
     config, answer, _ = found
     store = Store(Path(config.out) / "study.duckdb")
     rows = store.query("SELECT count(*) FROM answers")[0][0].as_py()
@@ -131,7 +136,7 @@ def test_the_same_command_measures_nothing_again(found: tuple[StudyConfig, Study
     assert store.query("SELECT count(*) FROM answers")[0][0].as_py() == rows
 
 
-def test_heads_that_recall_needs_are_important(found: tuple[StudyConfig, StudyAnswer, list[str]]) -> None:
+def test_heads_that_recall_needs_are_important(found: tuple[Study, StudyAnswer, list[str]]) -> None:
     """The criterion is the larger importance on texts and on recall prompts, each over its mean."""
     config, _, _ = found
     store = Store(Path(config.out) / "study.duckdb")
@@ -168,7 +173,7 @@ def test_heads_that_recall_needs_are_important(found: tuple[StudyConfig, StudyAn
 
 
 def test_the_order_ends_with_a_loss_that_is_not_shown_to_be_within_the_limit(
-    found: tuple[StudyConfig, StudyAnswer, list[str]],
+    found: tuple[Study, StudyAnswer, list[str]],
 ) -> None:
     config, answer, _ = found
     store = Store(Path(config.out) / "study.duckdb")
@@ -183,7 +188,7 @@ def test_the_order_ends_with_a_loss_that_is_not_shown_to_be_within_the_limit(
     assert largest_safe([verdict]) is None
 
 
-def test_other_settings_need_another_folder(found: tuple[StudyConfig, StudyAnswer, list[str]]) -> None:
+def test_other_settings_need_another_folder(found: tuple[Study, StudyAnswer, list[str]]) -> None:
     config, _, _ = found
     with pytest.raises(StudyError, match="max_loss differ"):
         run(tiny(Path(config.out), max_loss=0.1), [])
@@ -196,10 +201,15 @@ def test_settings_come_back_from_their_file(tmp_path: Path) -> None:
     (tmp_path / "short.yaml").write_text("model: demo\ncorpus: texts/\nshares: [0.2, 0.1]\nhours: 1\n")
     short = read_study(tmp_path / "short.yaml")
     assert (short.corpus.name, short.shares, short.hours) == ("texts/", (0.1, 0.2), 1.0)
-    (tmp_path / "earlier.yaml").write_text("model: demo\ncorpus: texts/\ntokens: 300\n")
-    assert read_study(tmp_path / "earlier.yaml").max_tokens == 300
-    with pytest.raises(StudyError, match=r"^`tokens` is an earlier name of `max_tokens`"):
-        study_from({"model": "demo", "corpus": "texts/", "tokens": 300, "max_tokens": 200})
+
+
+def test_a_recorded_study_is_a_file_of_options(tmp_path: Path) -> None:
+    """Its decisions are settings then."""
+    recorded = tmp_path / "study.yaml"
+    for changes in ({}, {"tasks": TaskConfig(("mmlu",), limit=3), "judge": CorpusSpec("others/", column="text")}):
+        config = tiny(tmp_path, **changes)
+        write_study(recorded, config)
+        assert read_command(["study", "--config-file", str(recorded)]).step == config
 
 
 def test_repeated_values_count_once(tmp_path: Path) -> None:
@@ -266,7 +276,10 @@ def test_a_study_may_get_more_hours(tmp_path: Path) -> None:
         ({"recall_questions": 10}, "multiple of 4"),
         ({"tasks": {"names": ["mmlu"], "limits": 1}}, "unknown setting tasks.limits"),
         ({"sequences": True}, "sequences=True is no int"),
-        ({"tasks": {"bos": "never"}}, "`tasks.names` is empty"),
+        ({"tasks": {"bos": "never"}}, "^`bos` has no effect without `tasks`"),
+        ({"tasks": {"limit": 4}}, "^`limit` has no effect without `tasks`"),
+        ({"tasks": {"include_path": "."}}, "^`include_path` has no effect without `tasks`"),
+        ({"common": "MODEL"}, "^unknown setting common. Choose from model, corpus, out, "),
         ({"shares": [], "prune_by": "criterion"}, "needs `shares` of heads"),
         ({"judged_texts": 19}, r"judged_texts=19` \(limit 20"),
         ({"max_tokens": 15}, r"max_tokens=15` \(limit 16"),
@@ -274,10 +287,11 @@ def test_a_study_may_get_more_hours(tmp_path: Path) -> None:
         ({"recall_questions": 0, "criteria": ["importance_recall"]}, "needs recall questions"),
     ],
 )
-def test_wrong_settings_are_named(settings: dict[str, object], message: str) -> None:
+def test_wrong_settings_are_named(settings: dict[str, object], message: str, tmp_path: Path) -> None:
     whole = settings if "corpus" in settings or "modle" in settings else {"model": "demo", "corpus": "a"} | settings
+    (tmp_path / "study.json").write_text(json.dumps(whole))
     with pytest.raises(HeadscanError, match=message):
-        study_from(whole)
+        read_study(tmp_path / "study.json")
 
 
 def test_equal_documents_go_to_one_part(tmp_path: Path) -> None:
@@ -399,22 +413,22 @@ def test_the_safe_heads_are_a_file_that_prune_reads(tmp_path: Path) -> None:
 
 def test_a_stop_right_after_the_pruning_loses_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny(tmp_path, prune_shares=(0.05, 0.1))
-    texts = split_texts(config.corpus, tmp_path / "texts")
+    texts = split_texts(config.texts, tmp_path / "texts")
 
-    def stopped(pruning: PruneConfig, pruning_run: Run) -> None:
+    def stopped(pruning: Prune, pruning_run: Run) -> None:
         run_prune(pruning, pruning_run)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("headscan.steps.prune.work_folder.check_reload", lambda folders: None)
-    monkeypatch.setattr("headscan.steps.prune.prune_config.repair", lambda *_, **__: {})
+    monkeypatch.setattr("headscan.steps.prune.build_models.repair", lambda *_, **__: {})
     monkeypatch.setattr(_Study, "_order", lambda study, criterion: [(1, 2), (0, 1), (2, 3), (0, 0), (1, 0)])
     with Run(SPEC, Store(tmp_path / "s.duckdb"), lambda spec: InProcessPool(spec, THREADS)) as study_run:
         a_study = _Study(config, study_run, texts, 88, 0.0)
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr("headscan.study.run_study.run_prune", stopped)
+            patched.setattr("headscan.steps.prune.run_prune.run_prune", stopped)
             a_study._pruned("output_norm_ln")
         with monkeypatch.context() as patched:
-            patched.setattr("headscan.study.run_study.run_prune", pytest.fail)
+            patched.setattr("headscan.steps.prune.run_prune.run_prune", pytest.fail)
             small, large = a_study._pruned("output_norm_ln")
         assert set(small.removed) < set(large.removed) and (small.share, large.share) == (0.05, 0.1)
         (large.folder / "model.safetensors").unlink()
@@ -425,29 +439,40 @@ def test_a_stop_right_after_the_pruning_loses_no_model(tmp_path: Path, monkeypat
 def test_a_file_and_options_become_one_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "study.yaml"
     file.write_text("model: demo\ncorpus: texts/\nshares: [0.1]\nbatch_tokens: 4096\n")
-    found = read_command(["study", "--config", str(file), "--hours", "1", "--judge", "others/"])._config()
-    assert (found.hours, found.shares, found.batch_tokens) == (1.0, (0.1,), 4096)
+    in_file = ["study", "--config-file", str(file)]
+    verb = read_command([*in_file, "--hours", "1", "--judge", "others/"])
+    found = verb.step
+    assert (found.hours, found.shares, verb.devices.request.batch_tokens) == (1.0, (0.1,), 4096)
     assert found.judge is not None and found.judge.name == "others/"
     assert (found.search, found.prune_by) == (None, None)
-    chosen = read_command(["study", "--config", str(file), "--no-search", "--prune-by", "criterion"])._config()
+    chosen = read_command([*in_file, "--no-search", "--prune-by", "criterion"]).step
     assert (chosen.search, chosen.prune_by) == (False, "criterion")
-    named = read_command(["study", "demo", "--config", str(file), "--tasks", "mmlu", "--limit", "5"])._config()
+    named = read_command(["study", "demo", *in_file[1:], "--tasks", "mmlu", "--limit", "5"]).step
     assert named.tasks == TaskConfig(("mmlu",), limit=5) and named.model.dtype == "float32"
+    assert read_command([*in_file, "--dtype", "float16"]).step.model == ModelSpec("demo", "float16")
     file.write_text("model: demo\ncorpus: texts/\ntasks: [arc_easy, hellaswag]\n")
-    assert read_command(["study", "--config", str(file)])._config().tasks == TaskConfig(("arc_easy", "hellaswag"))
-    alone = read_command(
-        ["study", "demo", "--corpus", "texts/", "--window-shares", "none", "--shares", "0.1,0.2"]
-    )._config()
+    assert read_command(in_file).step.tasks == TaskConfig(("arc_easy", "hellaswag"))
+    words = ["study", "demo", "--corpus", "texts/", "--window-shares", "none", "--shares", "0.1,0.2"]
+    alone = read_command(words).step
     assert (alone.shares, alone.window_shares, alone.prune_shares, alone.kind_count) == ((0.1, 0.2), (), None, 2)
-    for words, message in (
-        (["--limit", "5"], "--limit has no effect without --tasks"),
-        (["--dtype", "float16"], "options of the model need MODEL"),
-    ):
-        assert main(["study", "--config", str(file), *words]) == 2
-        assert message in capsys.readouterr().err
+    file.write_text("model: demo\ncorpus: texts/\n")
+    assert main([*in_file, "--limit", "5"]) == 2
+    assert "--limit has no effect without --tasks" in capsys.readouterr().err
+    file.write_text("corpus: texts/\n")
+    assert main(in_file) == 2
+    assert "MODEL" in capsys.readouterr().err
 
 
-def test_answers_hold_no_infinity(found: tuple[StudyConfig, StudyAnswer, list[str]], tmp_path: Path) -> None:
+def test_a_study_has_a_corpus_and_a_store_of_its_own(tmp_path: Path) -> None:
+    assert Study(SPEC).texts.name == "python-stdlib-heldout"
+    with pytest.raises(StudyError, match=r"^`corpus` is required: name a file"):
+        Study(ModelSpec(str(tmp_path)))
+    with pytest.raises(StudyError, match=r"^`store=s\.duckdb`: a study has its own store, `study\.duckdb` in `out`"):
+        tiny(tmp_path / "out").run("s.duckdb")  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
+def test_answers_hold_no_infinity(found: tuple[Study, StudyAnswer, list[str]], tmp_path: Path) -> None:
     """The loss of one document has no interval."""
     _, answer, _ = found
     name, loss = next(iter(answer.losses.items()))
@@ -478,7 +503,7 @@ COSTS = QuestionCosts(280.0, 300.0, enough=3_000, available=2_500, enough_recall
 
 def test_the_time_decides_texts_and_shares(tmp_path: Path) -> None:
     """Open settings become smaller with the hours; given ones stay."""
-    settings = StudyConfig(SPEC, CorpusSpec("texts/"), str(tmp_path), max_tokens=256, hours=1, window_shares=(0.5,))
+    settings = open_study(tmp_path, hours=1, window_shares=(0.5,))
     found = [decided(settings, speed, COSTS, lambda line: None) for speed in (100_000.0, 1_000.0, 50.0)]
     assert [each.sequences for each in found] == sorted((each.sequences for each in found), reverse=True)
     assert found[0].sequences == 64 and found[-1].sequences == 8
@@ -489,7 +514,7 @@ def test_the_time_decides_texts_and_shares(tmp_path: Path) -> None:
 
 def test_each_step_is_listed_with_its_time(tmp_path: Path) -> None:
     lines: list[str] = []
-    decided(StudyConfig(SPEC, CorpusSpec("texts/"), str(tmp_path), max_tokens=256), 1_000.0, COSTS, lines.append)
+    decided(open_study(tmp_path), 1_000.0, COSTS, lines.append)
     steps = [line.split("  ")[1] for line in lines if line.startswith("  ")]
     assert steps == [
         "1. scan",
@@ -504,7 +529,7 @@ def test_each_step_is_listed_with_its_time(tmp_path: Path) -> None:
 
 def test_the_time_of_a_step_follows_from_the_costs_of_its_passes(tmp_path: Path) -> None:
     """A text of 256 tokens takes 0.256 s at this speed; the two searches are decided, so they count."""
-    settings = StudyConfig(SPEC, CorpusSpec("texts/"), str(tmp_path), max_tokens=256, hours=20)
+    settings = open_study(tmp_path, hours=20)
     lines: list[str] = []
     config = decided(settings, 1_000.0, COSTS, lines.append)
     assert (config.sequences, config.search, config.prune_by) == (64, True, "damage")
@@ -532,7 +557,7 @@ def test_the_time_of_a_step_follows_from_the_costs_of_its_passes(tmp_path: Path)
 def test_importance_takes_time_only_if_a_criterion_needs_it(tmp_path: Path) -> None:
     def third_step(**changed: Any) -> str:
         lines: list[str] = []
-        settings = StudyConfig(SPEC, CorpusSpec("texts/"), str(tmp_path), max_tokens=256, **changed)
+        settings = open_study(tmp_path, **changed)
         decided(settings, 1_000.0, COSTS, lines.append)
         return next(line.split("  ")[-1] for line in lines if "3. importance" in line)
 
@@ -545,9 +570,7 @@ def test_without_ablated_heads_pruning_is_by_damage_and_its_time_counts(tmp_path
 
     def fifth_step(**changed: Any) -> tuple[str | None, str]:
         lines: list[str] = []
-        settings = StudyConfig(
-            SPEC, CorpusSpec("texts/"), str(tmp_path), max_tokens=256, hours=0.1, prune_shares=(0.05,), **changed
-        )
+        settings = open_study(tmp_path, hours=0.1, prune_shares=(0.05,), **changed)
         found = decided(settings, 300.0, COSTS, lines.append)
         assert found.sequences == 8
         return found.prune_by, next(line.split("  ")[-1] for line in lines if "5. pruning" in line)
@@ -559,7 +582,7 @@ def test_without_ablated_heads_pruning_is_by_damage_and_its_time_counts(tmp_path
 
 
 def test_questions_are_as_many_as_they_must_be_or_as_the_time_allows(tmp_path: Path) -> None:
-    settings = StudyConfig(SPEC, CorpusSpec("texts/"), str(tmp_path), max_tokens=256, hours=1)
+    settings = open_study(tmp_path, hours=1)
     lines: list[str] = []
     rich = decided(settings, 100_000.0, COSTS, lines.append)
     assert (rich.questions, rich.recall_questions) == (COSTS.available, COSTS.enough_recall)

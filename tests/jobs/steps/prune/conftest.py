@@ -9,7 +9,7 @@ import pytest
 
 from headscan.models.loaded_model import LoadedModel
 from headscan.steps.prune import model_costs
-from headscan.steps.prune.prune_config import Timing
+from headscan.steps.prune.prune_step import Timing
 
 
 @pytest.fixture(autouse=True)

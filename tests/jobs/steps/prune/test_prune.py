@@ -26,6 +26,7 @@ from headscan.runs.model_identity import identify
 from headscan.settings.saving_settings import PruneTexts, RecallPrompts
 from headscan.steps.prune.calibration_texts import read_texts
 from headscan.steps.prune.held_out_losses import HeldOutLosses
+from headscan.steps.prune.prune_step import Prune
 from headscan.store.store import Store
 from headscan.texts import CorpusSpec
 from headscan.texts.held_out_text import HeldOutText, TextChunk
@@ -257,8 +258,15 @@ def test_bad_input_leaves_nothing_behind(
 def test_wrong_recall_settings_are_refused() -> None:
     with pytest.raises(PruningError, match=r"^`prompts=12` \(limit a multiple of 8\)"):
         RecallPrompts(prompts=12)
-    with pytest.raises(PruningError, match=r"^`weight=0` \(limit above 0\)"):
-        RecallPrompts(weight=0.0)
+    with pytest.raises(PruningError, match=r"^`weight=-1` \(limit 0\)"):
+        RecallPrompts(weight=-1.0)
+
+
+def test_a_weight_of_zero_asks_no_recall_prompt(tmp_path: Path) -> None:
+    texts = PruneTexts(CorpusSpec("texts/"))
+    without = Prune(ModelSpec("model"), out=tmp_path, share=0.3, texts=texts, recall_prompts=RecallPrompts(weight=0.0))
+    assert without.recall_prompts.prompts == 0
+    assert Prune(ModelSpec("model"), recall=None, out=tmp_path, share=0.3, texts=texts).recall_prompts.prompts == 0
 
 
 def test_a_folder_in_use_is_refused_before_any_work(
@@ -266,7 +274,7 @@ def test_a_folder_in_use_is_refused_before_any_work(
 ) -> None:
     (tmp_path / "smaller").mkdir()
     (tmp_path / "smaller" / "mine.txt").write_text("kept")
-    monkeypatch.setattr("headscan.runs.run_context.identify", None)
+    monkeypatch.setattr("headscan.runs.open_run.identify", None)
     assert main([*command, "--share", "0.2"]) == 2
     assert "smaller is not empty. Choose a new folder" in capsys.readouterr().err
     assert (tmp_path / "smaller" / "mine.txt").read_text() == "kept"

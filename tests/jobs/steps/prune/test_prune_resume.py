@@ -18,11 +18,9 @@ from headscan.model_spec import ModelSpec
 from headscan.pruning.edited_model import Divergence
 from headscan.pruning.selection_settings import SelectionConfig
 from headscan.runs.run_context import Run, StoredNumbers
-from headscan.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from headscan.settings.saving_settings import PruneTexts, RecallPrompts
-from headscan.steps.prune.prune_config import PruneConfig, RepairChoice, Timing
+from headscan.steps.prune.prune_step import Prune, RepairChoice, Timing
 from headscan.steps.prune.pruned_arms import BuiltModel
-from headscan.steps.prune.pruning_units import LossBudget, ShareBudget
 from headscan.steps.prune.run_prune import run_prune
 from headscan.store.store import Store
 from headscan.texts import CorpusSpec
@@ -66,7 +64,8 @@ def pruned(
     with monkeypatch.context() as patched, InProcessPool(spec, THREADS) as pool:
         patched.setattr(StoredNumbers, "add", added)
         patched.setattr(Divergence, "_cross_entropy", counted)
-        found = run_prune(config(spec, corpus, folder), Run(spec, Store(folder / "s.duckdb"), lambda _: pool))
+        run = Run(spec, Store(folder / "s.duckdb"), lambda _: pool, batch_tokens=512)
+        found = run_prune(config(spec, corpus, folder), run)
     weights = {
         each.folder.name: hashlib.sha256((each.folder / "model.safetensors").read_bytes()).hexdigest()
         for each in found.models
@@ -74,11 +73,11 @@ def pruned(
     return [tuple((head.layer, head.head) for head in each.removed) for each in found.models], weights, counts
 
 
-def config(spec: ModelSpec, corpus: Path, folder: Path) -> PruneConfig:
-    return PruneConfig(
-        EvaluateConfig(spec, TaskConfig(), None, 512),
-        folder / "smaller",
-        budgets=(ShareBudget(0.35), LossBudget(0.02)),
+def config(spec: ModelSpec, corpus: Path, folder: Path) -> Prune:
+    return Prune(
+        spec,
+        out=folder / "smaller",
+        max_divergence=0.02,
         texts=PruneTexts(CorpusSpec(str(corpus)), sequences=16, max_tokens=64),
         recall_prompts=RecallPrompts(prompts=0),
         selection=SELECTION,
@@ -151,14 +150,14 @@ def test_a_stopped_pruning_builds_again_with_another_judgement(
     spec = ModelSpec(str(model_folder), "float32")
     before = replace(
         config(spec, corpus_folder, tmp_path),
-        budgets=(),
+        max_divergence=None,
         selection=SelectionConfig(),
-        heads={"heads": ((0, 1),)},
+        heads=((0, 1),),
         texts=PruneTexts(CorpusSpec(str(corpus_folder)), CorpusSpec(str(judging)), sequences=16, max_tokens=64),
         repair=RepairChoice("none"),
     )
 
-    def found(settings: PruneConfig) -> BuiltModel:
+    def found(settings: Prune) -> BuiltModel:
         with InProcessPool(spec, THREADS) as pool:
             return run_prune(settings, Run(spec, Store(tmp_path / "s.duckdb"), lambda _: pool)).models[0]
 

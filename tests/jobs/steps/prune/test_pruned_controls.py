@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -19,35 +20,32 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.save_model import save_pruned
 from headscan.settings.corpus_settings import CorpusSpec
-from headscan.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from headscan.settings.saving_settings import PruneTexts
-from headscan.steps.prune.prune_config import PruneConfig
-from headscan.steps.prune.pruning_units import BytesBudget, LossBudget, PruneBudget, ShareBudget
+from headscan.steps.prune.prune_step import Prune
 from headscan.store.store import Store
 from tests.sources import ROOT
 
 
 @pytest.mark.parametrize(
-    ("methods", "unit", "budget", "expected"),
+    ("methods", "unit", "size", "expected"),
     [
-        (("damage", "entropy"), "head", ShareBudget(0.2), [(2, True), (0, False)]),
-        (("random", "damage"), "head", ShareBudget(0.2), [(0, True), (2, False)]),
-        (("layer-drop", "damage"), "head", ShareBudget(0.2), [(0, False), (2, True)]),
-        (("random", "layer-drop"), "head", ShareBudget(0.2), [(0, True), (2, False)]),
-        (("layer-drop",), "head", ShareBudget(0.2), [(2, False)]),
-        (("random", "entropy"), "layer", ShareBudget(0.2), [(0, True), (2, False)]),
-        (("random", "damage"), "layer", ShareBudget(0.2), [(0, False), (2, False)]),
-        (("damage", "entropy", "random"), "head", LossBudget(0.1), [(2, True), (2, True), (0, True)]),
-        (("damage", "layer-drop"), "group", BytesBudget(1000, 10), [(2, True), (2, False)]),
+        (("damage", "entropy"), "head", {"share": 0.2}, [(2, True), (0, False)]),
+        (("random", "damage"), "head", {"share": 0.2}, [(0, True), (2, False)]),
+        (("layer-drop", "damage"), "head", {"share": 0.2}, [(0, False), (2, True)]),
+        (("random", "layer-drop"), "head", {"share": 0.2}, [(0, True), (2, False)]),
+        (("layer-drop",), "head", {"share": 0.2}, [(2, False)]),
+        (("random", "entropy"), "layer", {"share": 0.2}, [(0, True), (2, False)]),
+        (("random", "damage"), "layer", {"share": 0.2}, [(0, False), (2, False)]),
+        (("damage", "entropy", "random"), "head", {"max_divergence": 0.1}, [(2, True), (2, True), (0, True)]),
+        (("damage", "layer-drop"), "group", {"kv_bytes": 1000, "at": 10}, [(2, True), (2, False)]),
     ],
 )
 def test_every_size_has_its_controls(
-    methods: tuple[str, ...], unit: Unit, budget: PruneBudget, expected: list[tuple[int, bool]], tmp_path: Path
+    methods: tuple[str, ...], unit: Unit, size: dict[str, Any], expected: list[tuple[int, bool]], tmp_path: Path
 ) -> None:
-    evaluation = EvaluateConfig(ModelSpec("model"), TaskConfig())
     texts = PruneTexts(CorpusSpec("texts/"))
-    config = PruneConfig(evaluation, tmp_path, (budget,), methods, texts=texts, unit=unit, controls=2)
-    wanted = config.wanted(tmp_path / "scratch")
+    step = Prune(ModelSpec("model"), out=tmp_path, methods=methods, texts=texts, unit=unit, controls=2, **size)
+    wanted = step.wanted(tmp_path / "scratch")
     assert [(len(each.random_folders), each.layers_folder is not None) for each in wanted] == expected
 
 
@@ -155,7 +153,7 @@ main(sys.argv[4:])
 _PRUNING = "headscan.steps.prune"
 #: By moment: the module and function at whose call the process dies, and when.
 MOMENTS = {
-    "calibration": (f"{_PRUNING}.prune_config", "repair", "before"),
+    "calibration": (f"{_PRUNING}.build_models", "repair", "before"),
     "saving": ("headscan.pruning.save_model", "_write", "after"),
     "controls": (f"{_PRUNING}.build_models", "write_model", "control"),
     "before the rename": (f"{_PRUNING}.work_folder", "check_reload", "after"),

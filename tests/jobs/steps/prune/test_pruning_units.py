@@ -108,7 +108,7 @@ def test_losses_are_met_with_the_most_units() -> None:
     search = BudgetSearch(lambda tokens: [], lambda count, tokens: 0, loss)
     found = LossBudget(0.1).count(48, search)
     assert found == max(count for count in range(48) if 0.001 * count**2 <= 0.1) and len(asked) <= 6
-    with pytest.raises(PruningError, match=r"limit 0.001, with one unit removed"):
+    with pytest.raises(PruningError, match=r"`max_divergence=1e-06` .*limit 0.001, with one unit removed"):
         LossBudget(1e-6).count(48, search)
 
 
