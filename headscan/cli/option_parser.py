@@ -390,6 +390,7 @@ def read_settings(verb: str, cls: type[S], words: Sequence[str]) -> S:
     """Return the settings of a command line and of the file that it names with --config-file, or raise UsageError."""
     preset = _preset(verb, cls, words)
     given = vars(verb_parser(verb, cls, preset).parse_args(words))
+    given.pop("config_file", None)  # `preset` has its values
     groups = {bound.key: bound.option.one_of for bound in options_of(cls)}
     chosen = {groups.get(key) for key in given} - {None}
     kept = {key: value for key, value in preset.items() if groups[key] not in chosen}
