@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Unpack
 
@@ -14,6 +15,7 @@ from headscan.steps.results import Result
 from headscan.steps.step import Step
 
 if TYPE_CHECKING:
+    from headscan.plans import HeadPlan
     from headscan.runs.model_identity import ModelIdentity
     from headscan.runs.open_run import JobOptions
     from headscan.runs.run_context import ModelContext
@@ -75,12 +77,18 @@ class Generate(Step["GenerationComparison"]):
     rounds: Annotated[int, Option("times that each text is generated", least=1)] = 1
 
     def __post_init__(self) -> None:
-        from headscan.plans import PlanError, check_is_plan, load_plan
+        from headscan.plans import PlanError, check_is_plan
 
         check_limits(self, PlanError)
-        if isinstance(self.plan, str | Path):
-            object.__setattr__(self, "plan", load_plan(str(self.plan)))
-        check_is_plan(self.plan)
+        check_is_plan(self.head_plan)
+
+    @cached_property
+    def head_plan(self) -> HeadPlan:
+        """The plan, which is read once."""
+        from headscan.plans import load_plan
+
+        loaded: HeadPlan = load_plan(str(self.plan)) if isinstance(self.plan, str | Path) else self.plan
+        return loaded
 
     def prompt_ids(self, identity: ModelIdentity) -> tuple[int, ...]:
         """Return the tokens of the prompt."""
@@ -109,7 +117,7 @@ class Generate(Step["GenerationComparison"]):
         """Return the length of the whole text."""
         return len(self.prompt_ids(identity)) + self.max_new_tokens
 
-    def run(self, store: None = None, **options: Unpack[JobOptions]) -> GenerationComparison:  # type: ignore[override]
+    def run(self, store: None = None, **options: Unpack[JobOptions]) -> GenerationComparison:
         from headscan.runs.open_run import open_model
 
         with open_model(options, self.model, self.longest, "on `generate`") as context:
@@ -124,8 +132,9 @@ class Generate(Step["GenerationComparison"]):
         from headscan.steps.plan_arms import narrowest_window
 
         rows = [{"cache": name, **asdict(one)} for name, one in _both(result).items()]
-        facts = {name: getattr(result, name) for name in ("prompt_tokens", "first_difference")}
-        narrowest = narrowest_window(self.plan.kept)
+        file = str(self.plan) if isinstance(self.plan, str | Path) else None
+        facts = {"plan": file} | {name: getattr(result, name) for name in ("prompt_tokens", "first_difference")}
+        narrowest = narrowest_window(self.head_plan.kept)
         no_gain = narrowest is None or result.prompt_tokens + len(result.full.tokens) <= narrowest
         return Result(rows, lambda: _comparison_text(result, no_gain=no_gain), facts)
 

@@ -83,10 +83,10 @@ class GenerationComparison:
 
 def run_generate(config: Generate, model: ModelContext) -> GenerationComparison:
     """Generate the text with both caches on one replica."""
-    kept = config.plan.kept
+    kept = config.head_plan.kept
     prompt = config.prompt_ids(model.identity)
     refuse_staged(model.pool, "generation of text")
-    check_plan(config.plan, model)
+    check_plan(config.head_plan, model)
     task = GenerationTask(kept, prompt, config.max_new_tokens, config.prefill_chunk, config.rounds)
     return model.pool.one(compare_generation, task)
 

@@ -189,7 +189,7 @@ class Study(Step["StudyAnswer"]):
     def longest(self, identity: ModelIdentity) -> int:
         return max(TASK_TOKENS, self.max_tokens or 0)
 
-    def run(self, store: None = None, **options: Unpack[JobOptions]) -> StudyAnswer:  # type: ignore[override]
+    def run(self, store: None = None, **options: Unpack[JobOptions]) -> StudyAnswer:
         """Run the study; its store is ``study.duckdb`` in its folder."""
         if store is not None:
             raise StudyError(f"`store={store}`: a study has its own store, `study.duckdb` in `out`. Leave out `store`")
