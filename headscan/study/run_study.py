@@ -37,12 +37,12 @@ from headscan.steps.run_plan import measured_plans
 from headscan.steps.scan import Scan
 from headscan.store.output_files import write_text
 from headscan.store.verdict_limits import MIN_TEXTS_IN_LIMIT
-from headscan.study.question_costs import limit_per_task, question_costs, repair_texts
+from headscan.study.question_costs import QuestionCosts, limit_per_task, question_costs, repair_texts
 from headscan.study.study_answer import Saving, SavingKind, StudyAnswer
 from headscan.study.study_candidates import Candidates, ablations, best_criterion, caches, mask_arms, removals
 from headscan.study.study_step import FEWEST_STUDY_TEXTS, LONGEST_STUDY_TEXT, Study, StudyError, resumed, write_study
 from headscan.study.study_texts import StudyTexts, split_texts
-from headscan.study.study_time import TimedPass, decided, measures_recall, time_pass
+from headscan.study.study_time import TimedPass, decided, measures_recall, study_seconds, time_pass
 from headscan.texts import TokenConfig
 from headscan.texts.continuation_task import CONTINUATION, write_task
 from headscan.texts.held_out_text import HeldOutText, chunks
@@ -56,6 +56,50 @@ def run_study(config: Study, run: Run) -> StudyAnswer:
     of ``run``. Its model is held whole in this process.
     """
     return _Study.begin(config, run).answer()
+
+
+def planned_study(config: Study, run: Run) -> StudyAnswer:
+    """Decide what the settings leave open, report it, and return the approximate seconds of each step."""
+    started, tokens = time.monotonic(), _tokens(config, run)
+    texts = split_texts(config.texts, Path(config.out) / "texts", config.judge)
+    known, costs, speed = _decisions(replace(config, max_tokens=tokens), run, texts)
+    assert known.questions is not None and known.judged_texts is not None
+    return StudyAnswer(
+        model=run.identity.name,
+        corpus=config.texts.name,
+        layers=run.facts.grid.num_layers,
+        heads=run.facts.grid.total_heads,
+        questions=known.questions,
+        texts=known.judged_texts,
+        tokens=tokens,
+        max_loss=config.max_loss,
+        savings=(),
+        losses={},
+        report="",
+        store="",
+        seconds=time.monotonic() - started,
+        steps=study_seconds(known, costs, speed),
+    )
+
+
+def _tokens(config: Study, run: Run) -> int:
+    """Return the length of the texts, which fits the model."""
+    limit = run.identity.max_tokens
+    tokens = config.max_tokens or min(limit or LONGEST_STUDY_TEXT, LONGEST_STUDY_TEXT)
+    if limit is not None and tokens > limit:
+        raise StudyError(f"`max_tokens={tokens}` (limit {limit} positions of the model). Lower `max_tokens`")
+    return tokens
+
+
+def _decisions(config: Study, run: Run, texts: StudyTexts) -> tuple[Study, QuestionCosts, float]:
+    """Time a pass and ask a few questions; return the settings without open decisions, the costs of the questions and
+    the speed in tokens per second.
+    """
+    assert config.max_tokens is not None
+    timed = TimedPass(max(1, min(4, 2048 // config.max_tokens)), config.max_tokens)
+    speed: float = run.pool.one(time_pass, timed)
+    costs = question_costs(config, run, texts)
+    return decided(config, speed, costs, run.say), costs, speed
 
 
 def _check_model(file: Path, run: Run) -> None:
@@ -88,14 +132,9 @@ class _Study:
         if known is not None:
             _check_model(model, run)
         texts = split_texts(settings.texts, Path(config.out) / "texts", settings.judge)
-        limit = run.identity.max_tokens
-        tokens = config.max_tokens or min(limit or LONGEST_STUDY_TEXT, LONGEST_STUDY_TEXT)
-        if limit is not None and tokens > limit:
-            raise StudyError(f"`max_tokens={tokens}` (limit {limit} positions of the model). Lower `max_tokens`")
+        tokens = _tokens(config, run)
         if known is None:
-            speed = run.pool.one(time_pass, TimedPass(max(1, min(4, 2048 // tokens)), tokens))
-            open_config = replace(config, max_tokens=tokens)
-            known = decided(open_config, speed, question_costs(open_config, run, texts), run.say)
+            known, _, _ = _decisions(replace(config, max_tokens=tokens), run, texts)
             write_text(model, json.dumps(run.identity.fingerprint()))
             write_study(record, known)
         else:

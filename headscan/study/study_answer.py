@@ -128,6 +128,7 @@ class StudyAnswer:
         tokens: Length of the texts and of the recall questions.
         losses: Increase of the held-out loss by arm, with intervals widened for the kinds of savings.
         seconds: Time of this call.
+        steps: Approximate seconds of each step, of a dry run alone; it has no savings.
     """
 
     model: str
@@ -143,9 +144,13 @@ class StudyAnswer:
     report: str
     store: str
     seconds: float
+    steps: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return the answers as two tables: savings, then every judged share."""
+        """Return the answers as two tables, savings and every judged share; of a dry run, the steps."""
+        if self.steps:
+            rows = [{"step": name, "about": time_text(seconds)} for name, seconds in self.steps.items()]
+            return f"{text_table(rows)}\n\nnothing is kept: the same command without --dry-run runs these steps"
         head = (
             f"{self.model} on {self.corpus}: {self.layers} layers, {self.heads} heads, judged on {self.questions:,}"
             f" questions and {self.texts} texts of up to {self.tokens:,} tokens, in {time_text(self.seconds)}"

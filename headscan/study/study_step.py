@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Unpack
@@ -50,7 +51,7 @@ class Study(Step["StudyAnswer"]):
     """find how many heads and how much KV cache can go, and write the smaller files
 
         headscan study MODEL --corpus texts/ --hours 2 --out study/
-        headscan study smollm2 --corpus texts/ --hours 1
+        headscan study smollm2 --corpus texts/ --hours 1 --dry-run
         headscan study --config-file study.yaml
 
     Scan, probe, importance, plans, pruning and the questions run in one command, on texts of your own or on tasks of
@@ -135,6 +136,8 @@ class Study(Step["StudyAnswer"]):
         Option("what chooses the heads that are removed (default: damage if the time allows)"),
     ] = None
 
+    dry_run: Annotated[bool, Option("print the steps and their times, and keep nothing")] = False
+
     def __post_init__(self) -> None:
         check_limits(self, StudyError)
         object.__setattr__(self, "model", self.model.in_full_precision())
@@ -190,15 +193,18 @@ class Study(Step["StudyAnswer"]):
         return max(TASK_TOKENS, self.max_tokens or 0)
 
     def run(self, store: None = None, **options: Unpack[JobOptions]) -> StudyAnswer:
-        """Run the study; its store is ``study.duckdb`` in its folder."""
+        """Run the study; its store is ``study.duckdb`` in its folder. A dry run returns the times of its steps."""
         if store is not None:
             raise StudyError(f"`store={store}`: a study has its own store, `study.duckdb` in `out`. Leave out `store`")
-        return super().run(Path(self.out) / "study.duckdb", **options)
+        if not self.dry_run:
+            return super().run(Path(self.out) / "study.duckdb", **options)
+        with tempfile.TemporaryDirectory() as folder:
+            return super(Study, replace(self, out=folder)).run(Path(folder) / "study.duckdb", **options)
 
     def execute(self, run: Run) -> StudyAnswer:
-        from headscan.study.run_study import run_study
+        from headscan.study.run_study import planned_study, run_study
 
-        return run_study(self, run)
+        return planned_study(self, run) if self.dry_run else run_study(self, run)
 
     def shown(self, result: StudyAnswer, store: Store) -> Result:
         return Result([result.as_dict()], lambda: str(result), {"out": str(self.out)})
