@@ -89,7 +89,6 @@ if TYPE_CHECKING:
     from headscan.pruning.selection_settings import SelectionConfig as SelectionConfig
     from headscan.pruning.slice_heads import slice_heads as slice_heads
     from headscan.report.notebook_tables import open_store as open_store
-    from headscan.runs.open_run import JobOptions as JobOptions
     from headscan.settings.corpus_settings import CorpusSpec as CorpusSpec
     from headscan.settings.corpus_settings import ExamplesSpec as ExamplesSpec
     from headscan.settings.corpus_settings import TokenConfig as TokenConfig
@@ -107,6 +106,7 @@ if TYPE_CHECKING:
     from headscan.steps.gates import Gates as Gates
     from headscan.steps.generate import Generate as Generate
     from headscan.steps.importance import Importance as Importance
+    from headscan.steps.open_run import JobOptions as JobOptions
     from headscan.steps.plan import Plan as Plan
     from headscan.steps.probe import Probe as Probe
     from headscan.steps.prune.prune_step import Prune as Prune
@@ -185,7 +185,7 @@ _HOMES = {
     "HeldOutText": "texts.held_out_text",
     "Importance": "steps.importance",
     "InterventionRecord": "ablation.intervention",
-    "JobOptions": "runs.open_run",
+    "JobOptions": "steps.open_run",
     "KVBytes": "plans",
     "KeptKeys": "windows",
     "KvWindows": "kv.kv_windows",

@@ -23,7 +23,7 @@ from headscan.steps.step import Step
 from headscan.text_tables import say
 
 if TYPE_CHECKING:
-    from headscan.runs.open_run import JobOptions
+    from headscan.steps.open_run import JobOptions
     from headscan.store.store import Store
 
 

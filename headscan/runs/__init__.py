@@ -1,7 +1,6 @@
 """What every run needs.
 
-`open_run` opens a run for the options of a step; `run_context` holds its model, pool and store, and keeps what a
-stopped one has measured; `model_identity` says
+`run_context` holds model, pool and store of a run, and keeps what a stopped one has measured; `model_identity` says
 which model it is, `code_version` which software. `head_orders` reads orders of heads from finished runs; `progress`
 writes to the terminal.
 """

@@ -1,8 +1,8 @@
 """The steps: a verb that runs a model is a class with its options, its work, and what the command line prints.
 
-`step` is the base. The classes import no library: `scan` and `importance`, which share `corpus_step`; `probe`; `gates`;
-`evaluate`, `sweep` and `ablate`, which share `question_step`; `plan`; `generate`; and, with the files of their work,
-`prune` and `referee`. What a step prints is a `Result` (`results`).
+`step` is the base, and `open_run` opens the run of a step. The classes import no library: `scan` and `importance`,
+which share `corpus_step`; `probe`; `gates`; `evaluate`, `sweep` and `ablate`, which share `question_step`; `plan`;
+`generate`; and, with the files of their work, `prune` and `referee`. What a step prints is a `Result` (`results`).
 
 `execute` of a step imports its work. On texts: `run_scan` and `run_importance`, which share `run_corpus`, `run_probe`
 and `run_gates`. Ablations: `run_ablate`, and `run_labelled_ablate` on labelled examples. Evaluations: `evaluate_chosen`

@@ -17,8 +17,8 @@ from headscan.steps.step import Step
 if TYPE_CHECKING:
     from headscan.plans import HeadPlan
     from headscan.runs.model_identity import ModelIdentity
-    from headscan.runs.open_run import JobOptions
     from headscan.runs.run_context import ModelContext
+    from headscan.steps.open_run import JobOptions
     from headscan.steps.run_generate import Generated, GenerationComparison
     from headscan.store.store import Store
 
@@ -118,10 +118,7 @@ class Generate(Step["GenerationComparison"]):
         return len(self.prompt_ids(identity)) + self.max_new_tokens
 
     def run(self, store: None = None, **options: Unpack[JobOptions]) -> GenerationComparison:
-        from headscan.runs.open_run import open_model
-
-        with open_model(options, self.model, self.longest, "on `generate`") as context:
-            return self.execute(context)
+        return super().run(None, **options)
 
     def execute(self, run: ModelContext) -> GenerationComparison:
         from headscan.steps.run_generate import run_generate

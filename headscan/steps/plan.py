@@ -21,8 +21,8 @@ from headscan.windows import Window
 if TYPE_CHECKING:
     from headscan.plans import BudgetRequest, HeadPlan, LossLimit
     from headscan.runs.model_identity import ModelIdentity
-    from headscan.runs.open_run import JobOptions
     from headscan.runs.run_context import ModelContext
+    from headscan.steps.open_run import JobOptions
     from headscan.store.store import Store
 
 Method = Literal["measured", "distant_mass", "retrieval_score", "imported", "random"]
@@ -256,7 +256,6 @@ class Plan(Step["HeadPlan"]):
             options: See `JobOptions`.
         """
         from headscan.plans import PlanError
-        from headscan.runs.open_run import open_model
         from headscan.store.parquet_store import store_at
 
         if self.method != "measured":
@@ -266,12 +265,8 @@ class Plan(Step["HeadPlan"]):
             plan = self._from_store(
                 store_at(store, lock_timeout=options.get("lock_timeout", LOCK_TIMEOUT), on_wait=report), report
             )
-        elif store is not None:
-            plan = super().run(store, **options)
         else:
-            assert self.model is not None
-            with open_model(options, self.model, self.longest, "without `store`") as context:
-                plan = self.execute(context)
+            plan = super().run(store, **options)
         if self.out is not None:
             plan.save(self.out)
         return plan

@@ -18,8 +18,8 @@ from headscan.options import BATCH_TOKENS, Group
 
 if TYPE_CHECKING:
     from headscan.runs.model_identity import ModelIdentity
-    from headscan.runs.open_run import JobOptions
     from headscan.runs.run_context import Run
+    from headscan.steps.open_run import JobOptions
     from headscan.steps.results import Result
     from headscan.store.store import Store
 
@@ -85,11 +85,7 @@ class Step(ABC, Generic[R]):
         Raises:
             HeadscanError: A setting, a file or the model does not fit. What was stored before stays.
         """
-        from headscan.runs.open_run import identified, open_run
+        from headscan.steps.open_run import open_run
 
-        checked, identity = identified(
-            self.model, options, in_this_process=self.in_this_process, need_tokenizer=self.needs_tokenizer
-        )
-        longest = self.longest(identity)
-        with open_run(checked, self.model, longest, self.batch_tokens, store, evaluates=self.evaluates) as run:
+        with open_run(self, store, options) as run:
             return self.execute(run)

@@ -21,8 +21,8 @@ from headscan.text_tables import plain
 
 if TYPE_CHECKING:
     from headscan.runs.model_identity import ModelIdentity
-    from headscan.runs.open_run import JobOptions
     from headscan.runs.run_context import Run
+    from headscan.steps.open_run import JobOptions
     from headscan.store.store import Store
     from headscan.study.study_answer import StudyAnswer
 

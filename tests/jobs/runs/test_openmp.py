@@ -25,7 +25,7 @@ def test_idle_threads_sleep() -> None:
 
 
 def test_programs_and_the_command_line_import_torch_after_that() -> None:
-    for module in ("headscan.jobs", "headscan.cli.main"):
+    for module in ("headscan.steps.open_run", "headscan.cli.main"):
         code = (
             "import os, sys\nfrom importlib.abc import MetaPathFinder\nclass Watch(MetaPathFinder):\n"
             "    def find_spec(self, name, *rest):\n"
@@ -34,7 +34,7 @@ def test_programs_and_the_command_line_import_torch_after_that() -> None:
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert set(done.stdout.split("\n")) <= {"torch with 3000", "at the end 3000", ""}, module
-        assert ("torch with" in done.stdout) == (module == "headscan.jobs")
+        assert ("torch with" in done.stdout) == (module == "headscan.steps.open_run")
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])

@@ -274,7 +274,7 @@ def test_a_folder_in_use_is_refused_before_any_work(
 ) -> None:
     (tmp_path / "smaller").mkdir()
     (tmp_path / "smaller" / "mine.txt").write_text("kept")
-    monkeypatch.setattr("headscan.runs.open_run.identify", None)
+    monkeypatch.setattr("headscan.steps.open_run.identify", None)
     assert main([*command, "--share", "0.2"]) == 2
     assert "smaller is not empty. Choose a new folder" in capsys.readouterr().err
     assert (tmp_path / "smaller" / "mine.txt").read_text() == "kept"
