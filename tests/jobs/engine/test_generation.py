@@ -22,8 +22,10 @@ from headscan.engine.arms import BASELINE, Arm
 from headscan.engine.generation import generated_texts
 from headscan.grid import Head
 from headscan.model_spec import ModelSpec
+from headscan.options import BATCH_TOKENS
 from headscan.runs.model_identity import identify
-from headscan.settings.evaluation_settings import EvaluateConfig, TaskConfig
+from headscan.settings.evaluation_settings import TaskConfig
+from headscan.steps.evaluate import Evaluate
 from headscan.steps.run_evaluation import run_evaluation
 from headscan.store.records import ArmKind
 from headscan.store.store import Store
@@ -169,7 +171,7 @@ def test_in_half_precision_all_arms_write_as_rules_do(
     monkeypatch.setattr(generation, "_write", counted)
     spec = dataclasses.replace(spec, dtype=dtype)
     rule = Arm("rule", ArmKind.RULE, headscan.HeadRule("entropy", threshold=float("-inf")), "entropy")
-    config = EvaluateConfig(spec, TaskConfig(("telling",), include_path=str(task_folder), limit=4), recall=None)
+    config = Evaluate(spec, TaskConfig(("telling",), include_path=str(task_folder), limit=4), recall=None)
     run_evaluation(config, run_on(InProcessPool(spec, THREADS), store), [BASELINE, rule])
     assert (max(sizes) == 1) == alone
     texts = store.query(
@@ -214,16 +216,14 @@ def test_a_task_with_samples_is_graded_by_the_first_of_each(
 ) -> None:
     rule = headscan.HeadRule("entropy", 1.0)
     arms = [BASELINE, Arm("rule", ArmKind.RULE, rule, "entropy")]
-    config = EvaluateConfig(spec, TaskConfig(("dreaming",), include_path=str(task_folder)), recall=None)
+    config = Evaluate(spec, TaskConfig(("dreaming",), include_path=str(task_folder)), recall=None)
     run_evaluation(config, run_on(InProcessPool(spec, THREADS), store), arms)
     adapter = HeadscanLM(identify(spec))
     Tasks(config.tasks).collect(adapter)
-    (item,) = request_chunks(adapter.requests, config.batch_tokens)
+    (item,) = request_chunks(adapter.requests, BATCH_TOKENS)
     assert sorted(request.draw for request in item.requests) == [0, 0, 0, 1, 1, 1]
     for arm in arms:
-        texts = dict(
-            zip(item.hashes, written(lm, item.requests, arm.intervention, config.batch_tokens).values, strict=True)
-        )
+        texts = dict(zip(item.hashes, written(lm, item.requests, arm.intervention, BATCH_TOKENS).values, strict=True))
         matches = [re.search(r"\S", texts[found]) for found in [*adapter.requests][::2]]
         answers = store.query("from answers join arms using (arm_id) where name = ? order by question", [arm.name])
         assert answers["response"].to_pylist() == [match.group() if match else "[invalid]" for match in matches]

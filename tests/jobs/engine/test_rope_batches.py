@@ -27,11 +27,12 @@ from headscan.model_spec import ModelSpec
 from headscan.models import token_batches
 from headscan.models.loaded_model import LoadedModel
 from headscan.runs.run_context import Run
-from headscan.settings.evaluation_settings import EvaluateConfig, TaskConfig
-from headscan.settings.measure_settings import ScanConfig
+from headscan.settings.evaluation_settings import TaskConfig
+from headscan.steps.evaluate import Evaluate
 from headscan.steps.run_evaluation import run_evaluation
 from headscan.steps.run_probe import ProbeItem, probe_heads
 from headscan.steps.run_scan import MeasureShard, run_scan
+from headscan.steps.scan import Scan
 from headscan.store.records import ArmKind
 from headscan.store.store import Store
 from headscan.texts import CorpusSpec, Shard, TokenConfig, TokenSequence
@@ -151,17 +152,15 @@ def test_scans_and_evaluations_use_the_lengths_of_their_model(
     texts.mkdir()
     for number in range(12):
         (texts / f"{number:02}.txt").write_text(" ".join(map(str, range(8 * number + 3))))
-    plan = ScanConfig(spec, CorpusSpec(str(texts)), TokenConfig(200), batch_tokens=2000)
+    step = Scan(spec, CorpusSpec(str(texts)), TokenConfig(200))
     with InProcessPool(spec, THREADS) as pool:
-        run_scan(plan, Run(spec, store, lambda _: InProcessPool(spec, THREADS)))
+        run_scan(step, Run(spec, store, lambda _: InProcessPool(spec, THREADS), batch_tokens=2000))
         rows = [{"q": "1 " * (4 * n), "choices": [" 2", " 3"], "a": n % 2} for n in range(1, 20)]
         choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{a}}"}
         write_task(tmp_path, "long", rows, choice | {"metric_list": [{"metric": "acc"}]})
         rule = Arm("rule", ArmKind.RULE, headscan.HeadRule("output_norm_ln", 0.9), "output_norm_ln")
         tasks = TaskConfig(("long",), include_path=str(tmp_path))
         # A rule that met a mixed batch would have raised.
-        run_evaluation(
-            EvaluateConfig(spec, tasks, recall=None, batch_tokens=3000), run_on(pool, store), [BASELINE, rule]
-        )
+        run_evaluation(Evaluate(spec, tasks, recall=None), run_on(pool, store, batch_tokens=3000), [BASELINE, rule])
     tokens_of = [row["tokens"] for row in store.query("from sequences").to_pylist()]
     assert min(tokens_of) <= LIMIT < max(tokens_of)

@@ -8,9 +8,9 @@ import pytest
 
 from headscan.cluster.pool import InProcessPool, open_pool
 from headscan.runs.run_context import Run
-from headscan.settings.measure_settings import ScanConfig
 from headscan.steps.run_corpus import CorpusRunResult
 from headscan.steps.run_scan import MeasureShard, run_scan
+from headscan.steps.scan import Scan
 from headscan.store.store import Store
 from tests.jobs.conftest import THREADS
 
@@ -29,11 +29,11 @@ class DyingPool(InProcessPool):
             yield finished
 
 
-def run(config: ScanConfig, store: Store, **options: Any) -> CorpusRunResult:
+def run(config: Scan, store: Store, **options: Any) -> CorpusRunResult:
     return run_scan(config, Run(config.model, store, lambda _: open_pool(config.model, THREADS), **options))
 
 
-def interrupt(config: ScanConfig, store: Store) -> str:
+def interrupt(config: Scan, store: Store) -> str:
     """Leave a scan with two shards."""
     with pytest.raises(Interrupted):
         run_scan(config, Run(config.model, store, lambda _: DyingPool(config.model, THREADS)))

@@ -14,11 +14,12 @@ from headscan.cluster.pool import InProcessPool
 from headscan.engine.arms import BASELINE
 from headscan.model_spec import ModelSpec
 from headscan.runs.run_context import Run
-from headscan.settings.evaluation_settings import EvaluateConfig, TaskConfig
-from headscan.settings.measure_settings import ScanConfig
+from headscan.settings.evaluation_settings import TaskConfig
+from headscan.steps.evaluate import Evaluate
 from headscan.steps.run_corpus import CorpusRunResult
 from headscan.steps.run_evaluation import run_evaluation
 from headscan.steps.run_scan import run_scan
+from headscan.steps.scan import Scan
 from headscan.store.store import Store
 from headscan.texts import CorpusSpec
 from tests.jobs.conftest import THREADS, make_tokenizer, run_on
@@ -31,7 +32,7 @@ def changed_line(said: list[str], run_id: str) -> str:
     return line
 
 
-def test_a_corpus_that_changed_names_the_unfinished_scan(config: ScanConfig, store: Store) -> None:
+def test_a_corpus_that_changed_names_the_unfinished_scan(config: Scan, store: Store) -> None:
     run_id = interrupt(config, store)
     (Path(config.corpus.name) / "07.txt").write_text("another text " * 20)
     said: list[str] = []
@@ -45,10 +46,10 @@ def test_a_corpus_that_changed_names_the_unfinished_scan(config: ScanConfig, sto
     assert run(config, store, say=said.append).already_done and said == []
 
 
-def test_weights_or_settings_that_changed_name_the_unfinished_scan(config: ScanConfig, store: Store) -> None:
+def test_weights_or_settings_that_changed_name_the_unfinished_scan(config: Scan, store: Store) -> None:
     run_id = interrupt(config, store)
     said: list[str] = []
-    run(dataclasses.replace(config, batch_tokens=100), store, say=said.append)
+    run(config, store, batch_tokens=100, say=said.append)
     assert changed_line(said, run_id).startswith(f"batch_tokens changed since run {run_id}")
     model = make_model("llama", vocabulary=300)
     with torch.no_grad():
@@ -60,7 +61,7 @@ def test_weights_or_settings_that_changed_name_the_unfinished_scan(config: ScanC
 
 
 @pytest.mark.slow
-def test_other_commands_are_not_named(config: ScanConfig, store: Store, tmp_path: Path) -> None:
+def test_other_commands_are_not_named(config: Scan, store: Store, tmp_path: Path) -> None:
     run_id = interrupt(config, store)
     said: list[str] = []
     texts = Path(shutil.copytree(config.corpus.name, tmp_path / "more"))
@@ -82,7 +83,7 @@ def test_questions_that_changed_name_the_unfinished_evaluation(
 ) -> None:
     tasks = Path(shutil.copytree(task_folder, tmp_path / "tasks"))
     described = json.loads((tasks / "counting.yaml").read_text())
-    config = EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(tasks), limit=3), recall=None)
+    config = Evaluate(spec, TaskConfig(("counting",), include_path=str(tasks), limit=3), recall=None)
     pool = InProcessPool(spec, THREADS)
     run_id = run_evaluation(config, run_on(pool, store), [BASELINE])
     store.finish_run(run_id, status="failed")
@@ -94,7 +95,7 @@ def test_questions_that_changed_name_the_unfinished_evaluation(
 
 
 def test_a_given_shard_size_resumes_only_runs_of_this_size(
-    config: ScanConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+    config: Scan, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the largest size, under which stores have the runs that chose their own."""
     monkeypatch.setattr("headscan.steps.run_corpus._SHARD_SECONDS", 1e-9)

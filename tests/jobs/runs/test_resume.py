@@ -21,12 +21,15 @@ from headscan.runs import code_version as software
 from headscan.runs.code_version import code_version, package_versions
 from headscan.runs.model_identity import identify
 from headscan.runs.run_context import Run
-from headscan.settings.evaluation_settings import EvaluateConfig, SweepConfig, TaskConfig
-from headscan.settings.measure_settings import ProbeConfig, ScanConfig
+from headscan.settings.evaluation_settings import TaskConfig
+from headscan.steps.evaluate import Evaluate
+from headscan.steps.probe import Probe
 from headscan.steps.run_evaluation import run_evaluation
 from headscan.steps.run_probe import run_probe
 from headscan.steps.run_scan import run_scan
 from headscan.steps.run_sweep import run_sweep
+from headscan.steps.scan import Scan
+from headscan.steps.sweep import Sweep
 from headscan.store.store import Store
 from tests.jobs.conftest import THREADS, make_tokenizer, run_on
 from tests.jobs.runs.interrupted_scans import interrupt, run
@@ -58,7 +61,7 @@ def other_device(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_scan_resumes_with_other_software_only_on_request(
-    config: ScanConfig,
+    config: Scan,
     store: Store,
     monkeypatch: pytest.MonkeyPatch,
     change: Callable[[pytest.MonkeyPatch], None],
@@ -91,7 +94,7 @@ def test_a_scan_resumes_with_other_software_only_on_request(
     assert sum(first[key] != second[key] for key in keys) == 1
 
 
-def test_a_scan_resumes_without_a_question_where_nothing_changed(config: ScanConfig, store: Store) -> None:
+def test_a_scan_resumes_without_a_question_where_nothing_changed(config: Scan, store: Store) -> None:
     run_id = interrupt(config, store)
     said: list[str] = []
     assert run(config, store, say=said.append).skipped == 2
@@ -101,7 +104,7 @@ def test_a_scan_resumes_without_a_question_where_nothing_changed(config: ScanCon
 
 
 def test_a_finished_scan_is_done_and_says_that_the_software_changed(
-    config: ScanConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+    config: Scan, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id = run(config, store).run_id
     other_torch(monkeypatch)
@@ -116,7 +119,7 @@ def test_a_finished_scan_is_done_and_says_that_the_software_changed(
 
 
 def test_the_command_line_refuses_and_resumes(
-    config: ScanConfig, store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Scan, store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["scan", config.model.source, "--corpus", config.corpus.name, "--store", str(store.path)]
     command += ["--max-tokens", "20", "--min-tokens", "5", "--shard-size", "2", "--statistics", "entropy"]
@@ -144,7 +147,7 @@ def test_an_evaluation_asks_before_more_arms_are_added(
     spec: ModelSpec, task_folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = TaskConfig(("counting",), include_path=str(task_folder), limit=3)
-    config = EvaluateConfig(spec, tasks, recall=None)
+    config = Evaluate(spec, tasks, recall=None)
     pool = InProcessPool(spec, THREADS)
     run_id = run_evaluation(config, run_on(pool, store), ARMS[:1])
     before = store.query("from answers").to_pylist()
@@ -170,8 +173,7 @@ def test_a_sweep_hands_the_answer_to_both_of_its_runs(
     spec: ModelSpec, task_folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = TaskConfig(("counting",), include_path=str(task_folder), limit=3)
-    evaluation = EvaluateConfig(spec, tasks, recall=None)
-    config = SweepConfig(evaluation, ("output_norm_ln",), (0.2,), mask_criteria=(), controls=0)
+    config = Sweep(spec, tasks, recall=None, scores=("output_norm_ln",), shares=(0.2,), mask_criteria=(), controls=0)
     pool = InProcessPool(spec, THREADS)
     result = run_sweep(config, run_on(pool, store))
     with store.connect() as connection:
@@ -188,7 +190,7 @@ def test_a_sweep_hands_the_answer_to_both_of_its_runs(
 
 def test_a_probe_asks_as_scans_do(spec: ModelSpec, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = BehaviourProbe(sequences=2, tokens=8)
-    config = ProbeConfig(spec, ("induction_score",), probe=settings)
+    config = Probe(spec, ("induction_score",), probe=settings)
     run_id = run_probe(config, Run(spec, store, lambda _: open_pool(spec, THREADS))).run_id
     store.finish_run(run_id, status="failed")
     other_torch(monkeypatch)
@@ -241,9 +243,7 @@ def test_the_hash_of_code_files_follows_the_files_that_run(own_code: Path) -> No
     assert type(load_spec(trusted, "cpu").model).scale == 2.0
 
 
-def test_a_model_with_other_code_files_resumes_only_on_request(
-    config: ScanConfig, own_code: Path, store: Store
-) -> None:
+def test_a_model_with_other_code_files_resumes_only_on_request(config: Scan, own_code: Path, store: Store) -> None:
     config = dataclasses.replace(config, model=ModelSpec(str(own_code), trust_remote_code=True))
     run_id = interrupt(config, store)
     (old,) = store.resolve_run(run_id)["provenance"]

@@ -15,7 +15,6 @@ from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS
 from headscan.runs import model_identity
 from headscan.runs.run_context import ModelContext, ModelOpener
-from headscan.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from tests.jobs.conftest import THREADS
 
 
@@ -52,10 +51,8 @@ def test_the_facts_of_a_model_are_computed_once(spec: ModelSpec, monkeypatch: py
         assert context.facts is facts
 
 
-def test_settings_take_the_batch_size_of_the_placement() -> None:
-    """The request has precedence over the settings, and is exact; the memory lowers those of the settings, whatever
-    they state. Jobs on tasks have it in their evaluation.
-    """
+def test_a_run_takes_the_batch_size_of_the_placement() -> None:
+    """The request has precedence over the step, and is exact; the memory lowers the step's."""
     demo, limited = ModelSpec("demo"), PlacementRequest(device="cpu", memory=64 << 20)
 
     lines = list[str]()
@@ -76,5 +73,3 @@ def test_settings_take_the_batch_size_of_the_placement() -> None:
     assert opener(PlacementRequest(device="cpu"), 3 * BATCH_TOKENS).batch_tokens == 3 * BATCH_TOKENS
     with pytest.raises(PlacementError, match=rf"`batch_tokens={BATCH_TOKENS}` in 64.0 MiB \(limit \d+\)"):
         opener(replace(limited, batch_tokens=BATCH_TOKENS), 300)
-    evaluation = EvaluateConfig(demo, TaskConfig(("any",)))
-    assert opener(limited).with_batch_tokens(evaluation) == replace(evaluation, batch_tokens=held)

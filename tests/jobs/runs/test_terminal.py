@@ -11,8 +11,9 @@ import pytest
 
 from headscan.cli.main import main
 from headscan.cli.option_parser import with_flags
-from headscan.cli.plan import Plan
+from headscan.cli.verb_base import step_verb
 from headscan.runs.progress import Progress
+from headscan.steps.plan import Plan
 from headscan.store.records import RunRecord
 from headscan.store.store import Store
 from headscan.text_tables import printable, printable_lines, say
@@ -110,12 +111,13 @@ def test_paths_that_look_like_options_stay_in_messages(capsys: pytest.CaptureFix
 
 
 def test_messages_of_the_library_name_the_flags_of_the_command_line() -> None:
+    verb = step_verb(Plan)
     limited = "`max_tokens=5` (limit 4). Lower `max_tokens`"
-    assert with_flags(limited, Plan) == "--max-tokens 5 (limit 4). Lower --max-tokens"
-    assert with_flags("set `confirm=False` or `confirm=True`", Plan) == "set --no-confirm or --confirm"
-    assert with_flags("`offload=cpu` keeps layers in RAM", Plan) == "--offload cpu keeps layers in RAM"
-    assert with_flags("`memory=700 B` (limit 500 B)", Plan) == "--memory 700 B (limit 500 B)"
-    assert with_flags("`safetensors=False`", Plan) == "--pickled-weights"
-    assert with_flags("`model=x`", Plan) == "MODEL x"
-    untouched = "`source=x`, `wait=3`, memory, /data/memory=1, memory=1.json and `ray start`"
-    assert with_flags(untouched, Plan) == untouched
+    assert with_flags(limited, verb) == "--max-tokens 5 (limit 4). Lower --max-tokens"
+    assert with_flags("set `confirm=False` or `confirm=True`", verb) == "set --no-confirm or --confirm"
+    assert with_flags("`offload=cpu` keeps layers in RAM", verb) == "--offload cpu keeps layers in RAM"
+    assert with_flags("`memory=700 B` (limit 500 B)", verb) == "--memory 700 B (limit 500 B)"
+    assert with_flags("`safetensors=False`", verb) == "--pickled-weights"
+    assert with_flags("`source=x`", verb) == "MODEL x"
+    untouched = "`folder=x`, `wait=3`, memory, /data/memory=1, memory=1.json and `ray start`"
+    assert with_flags(untouched, verb) == untouched
