@@ -56,15 +56,17 @@ def public_names(module: ModuleType) -> set[str]:
 
 
 @cache
-def imports_of(path: Path, *, running: bool = False) -> frozenset[str]:
+def imports_of(path: Path, *, running: bool = False, at_once: bool = False) -> frozenset[str]:
     """Names of the modules that a file imports, anywhere in it.
 
     Args:
         path: The file.
         running: Leave out imports under ``if TYPE_CHECKING``.
+        at_once: Leave out these, and those of functions: only what an import of the file imports is left.
     """
     names: set[str] = set()
-    for node in _nodes(ast.parse(path.read_text(encoding="utf-8")), running):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in tree.body if at_once else _nodes(tree, running):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:

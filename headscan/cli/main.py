@@ -26,7 +26,7 @@ _GROUPS = {
 }
 VERBS = tuple(verb for group in _GROUPS.values() for verb in group)
 #: Modules of the verbs that are steps.
-_STEPS = {
+STEPS = {
     **{
         verb: f"headscan.steps.{verb}"
         for verb in ("scan", "probe", "importance", "gates", "evaluate", "sweep", "ablate", "plan", "generate")
@@ -39,8 +39,8 @@ _STEPS = {
 
 def verb_class(verb: str) -> type:
     """Return the class of a verb; only its file is imported."""
-    if verb in _STEPS:
-        return step_verb(getattr(import_module(_STEPS[verb]), verb.capitalize()))
+    if verb in STEPS:
+        return step_verb(getattr(import_module(STEPS[verb]), verb.capitalize()))
     cls: type = getattr(import_module(f"headscan.cli.{verb}"), verb.capitalize())
     return cls
 

@@ -2,9 +2,9 @@
 
 `step` is the base, and `open_run` opens the run of a step. The classes import no library: `scan` and `importance`,
 which share `corpus_step`; `probe`; `gates`; `evaluate`, `sweep` and `ablate`, which share `question_step`; `plan`;
-`generate`; and, with the files of their work, `prune` and `referee`. What a step prints is a `Result` (`results`).
+`generate`; and, with the files of their work, `prune` and `referee`. `results` prints rows as tables or JSON.
 
-`execute` of a step imports its work. On texts: `run_scan` and `run_importance`, which share `run_corpus`, `run_probe`
+A step imports its work when it runs. On texts: `run_scan` and `run_importance`, which share `run_corpus`, `run_probe`
 and `run_gates`. Ablations: `run_ablate`, and `run_labelled_ablate` on labelled examples. Evaluations: `evaluate_chosen`
 makes the arms of settings, `run_sweep` those of a sweep, and `run_evaluation` lets them answer; `checks` refuses what
 cannot be answered. Plans: `run_plan` from damages that `damage_measurement` measures, `plan_arms` evaluates plans, and

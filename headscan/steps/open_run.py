@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class JobOptions(TypedDict, total=False):
-    """Options of `Step.run`. Steps that remove heads (a referee on tasks, `Prune`, `Study`) run in this process: they take
-    one replica, and no ``ray_address``.
+    """Options of `Step.run`. Steps that remove heads (a referee on tasks, `Prune`, `Study`) run in this process: they
+    take one replica, and no ``ray_address``.
 
     Attributes:
         devices: Placement and devices; None, the default, chooses them. ``devices.batch_tokens`` are the tokens of one
