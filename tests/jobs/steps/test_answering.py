@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,7 +25,8 @@ from headscan.engine.bundles import BUNDLE_SIZE
 from headscan.errors import NotFiniteError, StoreFullError
 from headscan.layers.shared_rows import read_shared_row
 from headscan.model_spec import ModelSpec
-from headscan.settings.evaluation_settings import EvaluateConfig, TaskConfig
+from headscan.settings.evaluation_settings import TaskConfig
+from headscan.steps.evaluate import Evaluate
 from headscan.steps.run_evaluation import run_evaluation
 from headscan.store.records import ArmKind
 from headscan.store.store import Store
@@ -44,9 +45,9 @@ REQUESTS = 3 * 6 + 6
 
 
 @pytest.fixture(scope="module")
-def config(spec: ModelSpec, task_folder: Path) -> EvaluateConfig:
+def config(spec: ModelSpec, task_folder: Path) -> Evaluate:
     tasks = TaskConfig(("counting", "telling"), include_path=str(task_folder), limit=6)
-    return EvaluateConfig(spec, tasks, recall=None, batch_tokens=50)
+    return Evaluate(spec, tasks, recall=None)
 
 
 class Interrupted(Exception):
@@ -81,12 +82,12 @@ def answers(store: Store) -> list[pa.Table]:
     ]
 
 
-def run(config: EvaluateConfig, store: Store, pool: CountingPool, **options: Any) -> str:
-    return run_evaluation(config, run_on(pool, store, **options), ARMS)
+def run(config: Evaluate, store: Store, pool: InProcessPool, arms: Sequence[Arm] = ARMS, **options: Any) -> str:
+    return run_evaluation(config, run_on(pool, store, **{"batch_tokens": 50, **options}), arms)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(config: EvaluateConfig, tmp_path_factory: pytest.TempPathFactory) -> Store:
+def undisturbed(config: Evaluate, tmp_path_factory: pytest.TempPathFactory) -> Store:
     store = Store(tmp_path_factory.mktemp("whole") / "s.duckdb")
     pool = CountingPool(config.model)
     run(config, store, pool)
@@ -102,7 +103,7 @@ def written(store: Store) -> int:
     return rows["some"] + REQUESTS * rows["all"]
 
 
-def resumes(config: EvaluateConfig, store: Store, undisturbed: Store) -> None:
+def resumes(config: Evaluate, store: Store, undisturbed: Store) -> None:
     """Only missing requests are answered, and the result equals that of an undisturbed run."""
     before = written(store)
     assert 0 < before < REQUESTS * len(ARMS)
@@ -124,7 +125,7 @@ def dying(after: int) -> Callable[[int], None]:
 
 
 @pytest.mark.slow
-def test_a_run_resumes_after_its_replicas_fail(config: EvaluateConfig, store: Store, undisturbed: Store) -> None:
+def test_a_run_resumes_after_its_replicas_fail(config: Evaluate, store: Store, undisturbed: Store) -> None:
     pool = CountingPool(config.model, dying(5))
     with pytest.raises(Interrupted):
         run(config, store, pool)
@@ -148,9 +149,7 @@ class LosingPool(CountingPool):
 
 
 @pytest.mark.slow
-def test_a_run_with_abandoned_requests_fails_and_resumes(
-    config: EvaluateConfig, store: Store, undisturbed: Store
-) -> None:
+def test_a_run_with_abandoned_requests_fails_and_resumes(config: Evaluate, store: Store, undisturbed: Store) -> None:
     pool = LosingPool(config.model)
     with pytest.raises(IncompleteError, match=r"^[^;]*, requests \d+: 3 workers failed on it\. All others are done"):
         run(config, store, pool)
@@ -160,7 +159,7 @@ def test_a_run_with_abandoned_requests_fails_and_resumes(
 
 
 @pytest.mark.slow
-def test_a_run_resumes_after_its_first_arm(config: EvaluateConfig, store: Store, undisturbed: Store) -> None:
+def test_a_run_resumes_after_its_first_arm(config: Evaluate, store: Store, undisturbed: Store) -> None:
     def leave(line: str) -> None:
         if line.startswith("baseline: acc"):
             raise Interrupted
@@ -172,7 +171,7 @@ def test_a_run_resumes_after_its_first_arm(config: EvaluateConfig, store: Store,
 
 
 def test_a_run_resumes_after_its_process_is_killed(
-    config: EvaluateConfig, store: Store, tmp_path: Path, undisturbed: Store, monkeypatch: pytest.MonkeyPatch
+    config: Evaluate, store: Store, tmp_path: Path, undisturbed: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = Store(tmp_path / "left.duckdb")
 
@@ -186,7 +185,7 @@ def test_a_run_resumes_after_its_process_is_killed(
     resumes(config, left, undisturbed)
 
 
-def test_finished_arms_are_not_run_again(config: EvaluateConfig, tmp_path: Path, undisturbed: Store) -> None:
+def test_finished_arms_are_not_run_again(config: Evaluate, tmp_path: Path, undisturbed: Store) -> None:
     store = Store(tmp_path / "s.duckdb")
     copy_store(undisturbed.path, store.path)
     said: list[str] = []
@@ -196,13 +195,13 @@ def test_finished_arms_are_not_run_again(config: EvaluateConfig, tmp_path: Path,
     assert pool.asked == 0
 
 
-def test_other_settings_are_another_run_and_named(config: EvaluateConfig, store: Store, undisturbed: Store) -> None:
+def test_other_settings_are_another_run_and_named(config: Evaluate, store: Store, undisturbed: Store) -> None:
     with pytest.raises(Interrupted):
-        run_evaluation(config, run_on(CountingPool(config.model, dying(3)), store), ARMS[:1])
+        run(config, store, CountingPool(config.model, dying(3)), ARMS[:1])
     (first,) = [run["run_id"] for run in store.runs("evaluate")]
     said: list[str] = []
-    other = dataclasses.replace(config, batch_tokens=5000, tasks=dataclasses.replace(config.tasks, limit=5))
-    second = run_evaluation(other, run_on(CountingPool(config.model), store, say=said.append), ARMS[:1])
+    other = dataclasses.replace(config, tasks=dataclasses.replace(config.tasks, limit=5))
+    second = run(other, store, CountingPool(config.model), ARMS[:1], batch_tokens=5000, say=said.append)
     (line,) = (line for line in said if first in line)
     assert line.startswith(
         f"questions, limit, batch_tokens, requests changed since run {first} (failed). A new run begins"
@@ -217,7 +216,7 @@ def test_other_settings_are_another_run_and_named(config: EvaluateConfig, store:
 
 
 def test_a_failed_write_does_not_hide_what_stopped_a_run(
-    config: EvaluateConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+    config: Evaluate, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*given: object) -> None:
         raise StoreFullError("no space left on its device")
@@ -238,10 +237,8 @@ class ShufflingPool(InProcessPool):
 
 
 @pytest.mark.slow
-def test_the_order_in_which_results_come_changes_no_digit(
-    config: EvaluateConfig, store: Store, undisturbed: Store
-) -> None:
-    run_evaluation(config, run_on(ShufflingPool(config.model, THREADS), store), ARMS)
+def test_the_order_in_which_results_come_changes_no_digit(config: Evaluate, store: Store, undisturbed: Store) -> None:
+    run(config, store, ShufflingPool(config.model, THREADS))
     for ours, whole in zip(answers(store), answers(undisturbed), strict=True):
         assert ours.equals(whole)
 
@@ -264,12 +261,12 @@ class PacedPool(InProcessPool):
 def test_slow_arms_are_answered_in_small_bundles(spec: ModelSpec, task_folder: Path, tmp_path: Path) -> None:
     """A stop loses one bundle, and progress is printed when one ends; the size of bundles changes no digit."""
     tasks = TaskConfig(("counting",), include_path=str(task_folder), limit=6)
-    config = EvaluateConfig(spec, tasks, recall=None, batch_tokens=50)
+    config = Evaluate(spec, tasks, recall=None)
     arms = [BASELINE, *(mask_arm([(2, head), (1, other)]) for head in range(6) for other in range(2))]
     sizes, stores = [], []
     for seconds in (1e-6, 60.0):
         pool, store = PacedPool(spec, seconds), Store(tmp_path / f"{seconds}.duckdb")
-        run_evaluation(config, run_on(pool, store), arms)
+        run(config, store, pool, arms)
         sizes.append(pool.arms)
         stores.append(store)
     assert sizes[0][0] == BUNDLE_SIZE and max(sizes[0]) == len(arms)
@@ -280,10 +277,10 @@ def test_slow_arms_are_answered_in_small_bundles(spec: ModelSpec, task_folder: P
 
 @pytest.mark.slow
 def test_two_replicas_on_ray_give_every_digit_of_one_in_process(
-    config: EvaluateConfig, store: Store, undisturbed: Store
+    config: Evaluate, store: Store, undisturbed: Store
 ) -> None:
     with RayPool(config.model, WholePlacement(2, "cpu", 1)) as pool:
-        run_evaluation(config, run_on(pool, store), ARMS)
+        run(config, store, pool)
     for ours, whole in zip(answers(store), answers(undisturbed), strict=True):
         assert ours.equals(whole)
 
@@ -292,28 +289,28 @@ def test_a_model_that_cannot_continue_a_prefix_is_reported(task_folder: Path, tm
     make_model("jamba", vocabulary=300).save_pretrained(tmp_path / "jamba")
     make_tokenizer(300).save_pretrained(tmp_path / "jamba")
     spec = ModelSpec(str(tmp_path / "jamba"))
-    config = EvaluateConfig(spec, TaskConfig(("few",), include_path=str(task_folder)), recall=None)
+    config = Evaluate(spec, TaskConfig(("few",), include_path=str(task_folder)), recall=None)
     said: list[str] = []
-    run_evaluation(config, run_on(CountingPool(spec), Store(tmp_path / "s.duckdb"), say=said.append), ARMS[:1])
+    run(config, Store(tmp_path / "s.duckdb"), CountingPool(spec), ARMS[:1], say=said.append)
     assert "prompts are read whole: continuing from a cached prefix changes the hidden states of this model" in said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [None, False])
 def test_in_half_precision_a_rule_that_ablates_nothing_changes_no_digit(
-    share: bool | None, config: EvaluateConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+    share: bool | None, config: Evaluate, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = dataclasses.replace(config.model, dtype="bfloat16")
     idle = Arm("rule", ArmKind.RULE, headscan.HeadRule("output_norm", -1.0), "output_norm")
     tasks = dataclasses.replace(config.tasks, num_fewshot=4)
-    half = dataclasses.replace(config, model=spec, tasks=tasks, batch_tokens=2000, share_prefixes=share)
+    half = dataclasses.replace(config, model=spec, tasks=tasks, share_prefixes=share)
     rows = []
     monkeypatch.setattr(
         shared_row_likelihood,
         "read_shared_row",
         lambda *args, **limits: rows.append(args) or read_shared_row(*args, **limits),
     )
-    run_evaluation(half, run_on(CountingPool(spec), store), [BASELINE, idle])
+    run(half, store, CountingPool(spec), [BASELINE, idle], batch_tokens=2000)
     assert bool(rows) == (share is None)
     of_baseline, of_rule = (
         store.query(
@@ -325,7 +322,7 @@ def test_in_half_precision_a_rule_that_ablates_nothing_changes_no_digit(
     assert of_baseline.num_rows > 0 and of_baseline.equals(of_rule)
 
 
-def test_an_arm_with_nan_answers_is_named_and_the_others_stay(config: EvaluateConfig, store: Store) -> None:
+def test_an_arm_with_nan_answers_is_named_and_the_others_stay(config: Evaluate, store: Store) -> None:
     pool = CountingPool(config.model)
     with torch.no_grad():  # the three heads of a KV head come to NaN, unless they are ablated
         pool._model().model.model.layers[2].self_attn.v_proj.weight[0, 0] = float("nan")
@@ -333,6 +330,6 @@ def test_an_arm_with_nan_answers_is_named_and_the_others_stay(config: EvaluateCo
     said: list[str] = []
     counting = dataclasses.replace(config, tasks=dataclasses.replace(config.tasks, names=("counting",)))
     with pytest.raises(NotFiniteError, match=r"1 of 2 arms .*: baseline"):
-        run_evaluation(counting, run_on(pool, store, say=said.append), arms)
+        run(counting, store, pool, arms, say=said.append)
     assert [arm["name"] for arm in store.query("from arms where status = 'finished'").to_pylist()] == [arms[1].name]
     assert store.runs("evaluate")[0]["status"] == "failed"

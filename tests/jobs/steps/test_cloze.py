@@ -12,7 +12,8 @@ import pytest
 from headscan.cluster.pool import InProcessPool
 from headscan.engine.arms import BASELINE, mask_arm
 from headscan.model_spec import ModelSpec
-from headscan.settings.evaluation_settings import EvaluateConfig, HarnessError, TaskConfig
+from headscan.settings.evaluation_settings import HarnessError, TaskConfig
+from headscan.steps.evaluate import Evaluate
 from headscan.steps.run_evaluation import run_evaluation
 from headscan.store.store import Store
 from headscan.texts.tasks import Tasks
@@ -71,7 +72,7 @@ def test_the_cloze_form_asks_the_same_questions_without_letters(mmlu: Path) -> N
 def test_the_likeliest_answer_by_length_counts_and_both_forms_are_judged(
     spec: ModelSpec, mmlu: Path, store: Store
 ) -> None:
-    config = EvaluateConfig(spec, TaskConfig(("mmlu_tiny",), include_path=str(mmlu), mmlu_cloze=True), recall=None)
+    config = Evaluate(spec, TaskConfig(("mmlu_tiny",), include_path=str(mmlu), mmlu_cloze=True), recall=None)
     run_id = run_evaluation(config, run_on(InProcessPool(spec, THREADS), store), [BASELINE, mask_arm([(0, 1)])])
     rows = store.query(
         "SELECT task, target, response, correct, log_likelihoods, metrics FROM answers JOIN arms USING (arm_id)"

@@ -23,7 +23,8 @@ from headscan.cluster.pool import InProcessPool
 from headscan.engine.arms import BASELINE, mask_arm
 from headscan.model_spec import ModelSpec
 from headscan.runs.model_identity import identify
-from headscan.settings.evaluation_settings import EvaluateConfig, HarnessError, TaskConfig
+from headscan.settings.evaluation_settings import HarnessError, TaskConfig
+from headscan.steps.evaluate import Evaluate
 from headscan.steps.run_evaluation import run_evaluation
 from headscan.store.store import Store
 from headscan.texts.harness import HeadscanLM
@@ -51,8 +52,8 @@ def chat_spec(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> M
     return ModelSpec(str(folder))
 
 
-def config(spec: ModelSpec, folder: Path, *names: str, **options: Any) -> EvaluateConfig:
-    return EvaluateConfig(spec, TaskConfig(names, include_path=str(folder), **options), recall=None)
+def config(spec: ModelSpec, folder: Path, *names: str, **options: Any) -> Evaluate:
+    return Evaluate(spec, TaskConfig(names, include_path=str(folder), **options), recall=None)
 
 
 def of_lm_eval(
@@ -252,7 +253,7 @@ def test_grading_by_another_helper_is_another_evaluation(spec: ModelSpec, task_f
 def test_filters_may_leave_several_texts(spec: ModelSpec, task_folder: Path, store: Store, tmp_path: Path) -> None:
     tasks = graded_task(tmp_path, task_folder, "0.5 * len(answer)", [{"function": "take_first_k", "k": 2}])
     run = run_on(InProcessPool(spec, THREADS), store)
-    run_evaluation(EvaluateConfig(spec, tasks, recall=None), run, [BASELINE])
+    run_evaluation(Evaluate(spec, tasks, recall=None), run, [BASELINE])
     rows = store.query("from answers").to_pylist()
     assert [row["correct"] for row in rows] == [1.0] * 5  # of two texts each
     assert all(row["response"].startswith("[") and row["log_likelihoods"] == [] for row in rows)
@@ -263,9 +264,7 @@ def test_exceptions_of_a_tasks_code_are_one_line(
 ) -> None:
     tasks = graded_task(tmp_path, task_folder, "1 / 0")
     with pytest.raises(HarnessError, match=r"^the answers to own cannot be graded: division by zero$"):
-        run_evaluation(
-            EvaluateConfig(spec, tasks, recall=None), run_on(InProcessPool(spec, THREADS), store), [BASELINE]
-        )
+        run_evaluation(Evaluate(spec, tasks, recall=None), run_on(InProcessPool(spec, THREADS), store), [BASELINE])
 
 
 def test_tasks_that_take_no_examples_are_named(spec: ModelSpec, task_folder: Path, tmp_path: Path) -> None:
@@ -308,8 +307,6 @@ def test_tasks_that_cannot_be_put_are_refused(spec: ModelSpec, task_folder: Path
     (tmp_path / "broken.yaml").write_text((task_folder / "few.yaml").read_text().replace("few", "broken"))
     with pytest.raises(HarnessError, match=r"^broken cannot be loaded: "):
         Tasks(TaskConfig(("broken",), include_path=str(tmp_path)))
-    with pytest.raises(HarnessError, match="batch_tokens=0"):
-        EvaluateConfig(spec, TaskConfig(("counting",)), batch_tokens=0)
     rows = [{"q": "1", "choices": [" 2", " 3"], "a": 0}]  # which lm-eval takes for a number
     choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{a}}"}
     write_task(tmp_path, "odd", [{**rows[0], "q": "one"}, *rows], choice)
