@@ -18,7 +18,8 @@ from headscan.cluster.pool import InProcessPool
 from headscan.engine.arms import BASELINE, Arm, ArmKind, mask_arm
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
-from headscan.settings.evaluation_settings import EvaluateConfig, TaskConfig
+from headscan.settings.evaluation_settings import TaskConfig
+from headscan.steps.evaluate import Evaluate
 from headscan.steps.lm_eval_model import HeadscanModel
 from headscan.steps.plan_arms import plan_arms
 from headscan.steps.run_evaluation import run_evaluation
@@ -54,7 +55,7 @@ def test_every_kind_of_task_gives_the_numbers_of_evaluate(
     plan = plan_for(model_of(spec, headscan.load(spec.source)), [(0, 0), (1, 1), (2, 0)])
     file = plan.save(tmp_path / "plan.json")
     forward, decode = plan_arms(plan, ("forward", "decode"), 0)
-    config = EvaluateConfig(spec, TaskConfig(TASKS, include_path=str(task_folder), limit=LIMIT), recall=None)
+    config = Evaluate(spec, TaskConfig(TASKS, include_path=str(task_folder), limit=LIMIT), recall=None)
     run_evaluation(config, run_on(pool, store), [BASELINE, mask, rule, forward, decode])
     rows = store.query("select name, task, metric, value from arm_results join arms using (arm_id)").to_pylist()
     heads = tmp_path / "heads.json"

@@ -6,8 +6,9 @@ import dataclasses
 import json
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,8 +21,10 @@ from headscan.engine.arms import BASELINE, Arm, mask_arm, model_arm
 from headscan.errors import InterventionError
 from headscan.model_spec import ModelSpec
 from headscan.runs.model_identity import identify
+from headscan.runs.run_context import PoolFactory
 from headscan.settings.corpus_settings import TokenConfig
-from headscan.settings.evaluation_settings import EvaluateConfig, TaskConfig
+from headscan.settings.evaluation_settings import TaskConfig
+from headscan.steps.evaluate import Evaluate
 from headscan.steps.run_evaluation import check_models, run_evaluation
 from headscan.store.records import ArmKind
 from headscan.store.store import Store
@@ -54,9 +57,9 @@ def other_folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -
 
 
 @pytest.fixture
-def config(spec: ModelSpec, task_folder: Path) -> EvaluateConfig:
+def config(spec: ModelSpec, task_folder: Path) -> Evaluate:
     tasks = TaskConfig(("counting", "telling"), include_path=str(task_folder), limit=6)
-    return EvaluateConfig(spec, tasks, recall=None, batch_tokens=50, text=HeldOutText("made up", CHUNKS))
+    return Evaluate(spec, tasks, recall=None, text=HeldOutText("made up", CHUNKS))
 
 
 class Watched(InProcessPool):
@@ -81,6 +84,11 @@ def open_model(spec: ModelSpec) -> InProcessPool:
     return Watched(spec, THREADS)
 
 
+def run(config: Evaluate, store: Store, arms: Sequence[Arm], others: PoolFactory = open_model, **options: Any) -> str:
+    with Watched(config.model, THREADS) as pool:
+        return run_evaluation(config, run_on(pool, store, others, batch_tokens=50, **options), arms)
+
+
 def model_arm_of(folder: Path, spec: ModelSpec) -> Arm:
     other = dataclasses.replace(spec, source=str(folder))
     return model_arm(other, identify(other), identify(spec))
@@ -88,11 +96,10 @@ def model_arm_of(folder: Path, spec: ModelSpec) -> Arm:
 
 @pytest.mark.slow
 def test_a_model_without_a_head_answers_as_the_mask_of_that_head(
-    config: EvaluateConfig, spec: ModelSpec, store: Store, other_folder: Path, model_folder: Path
+    config: Evaluate, spec: ModelSpec, store: Store, other_folder: Path, model_folder: Path
 ) -> None:
     arms = [BASELINE, mask_arm([(1, 2)]), model_arm_of(other_folder, spec), model_arm_of(model_folder, spec)]
-    with Watched(spec, THREADS) as pool:
-        run_id = run_evaluation(config, run_on(pool, store, open_model), arms)
+    run_id = run(config, store, arms)
     found = {}
     for name in (arm.name for arm in arms):
         found[name] = store.query(
@@ -121,11 +128,10 @@ def test_a_model_without_a_head_answers_as_the_mask_of_that_head(
 
 
 def test_the_loss_of_text_is_that_of_separate_passes(
-    config: EvaluateConfig, spec: ModelSpec, store: Store, other_folder: Path
+    config: Evaluate, spec: ModelSpec, store: Store, other_folder: Path
 ) -> None:
     arms = [BASELINE, model_arm_of(other_folder, spec)]
-    with Watched(spec, THREADS) as pool:
-        run_id = run_evaluation(dataclasses.replace(config, tasks=TaskConfig()), run_on(pool, store, open_model), arms)
+    run_id = run(dataclasses.replace(config, tasks=TaskConfig()), store, arms)
     losses = []
     for source in (spec.source, str(other_folder)):
         lm = headscan.load(source, device="cpu")
@@ -157,24 +163,22 @@ class Stopped(Exception):
 
 @pytest.mark.slow
 def test_a_stopped_evaluation_resumes_at_the_model(
-    config: EvaluateConfig, spec: ModelSpec, store: Store, other_folder: Path, tmp_path: Path
+    config: Evaluate, spec: ModelSpec, store: Store, other_folder: Path, tmp_path: Path
 ) -> None:
     arms = [BASELINE, model_arm_of(other_folder, spec)]
 
     def stop(_: ModelSpec) -> InProcessPool:
         raise Stopped
 
-    with Watched(spec, THREADS) as pool, pytest.raises(Stopped):
-        run_evaluation(config, run_on(pool, store, stop), arms)
-    (run,) = store.runs("evaluate")
-    assert run["status"] == "failed"
-    with Watched(spec, THREADS) as pool:
-        lines: list[str] = []
-        run_id = run_evaluation(config, run_on(pool, store, open_model, say=lines.append), arms)
-    assert "baseline: finished before" in lines and run_id == run["run_id"]
+    with pytest.raises(Stopped):
+        run(config, store, arms, stop)
+    (stopped,) = store.runs("evaluate")
+    assert stopped["status"] == "failed"
+    lines: list[str] = []
+    assert run(config, store, arms, say=lines.append) == stopped["run_id"]
+    assert "baseline: finished before" in lines
     whole = Store(tmp_path / "whole.duckdb")
-    with Watched(spec, THREADS) as pool:
-        run_evaluation(config, run_on(pool, whole, open_model), arms)
+    run(config, whole, arms)
     columns = (
         "select name, task, question, log_likelihoods, response from answers join arms using (arm_id) order by all"
     )
@@ -221,7 +225,7 @@ def test_the_positions_of_a_model_hold_the_longest_question_and_its_answer(
 
 
 def test_bad_models_are_refused_before_anything_is_asked(
-    config: EvaluateConfig, spec: ModelSpec, store: Store, other_folder: Path, tmp_path: Path
+    config: Evaluate, spec: ModelSpec, store: Store, other_folder: Path, tmp_path: Path
 ) -> None:
     strange = tmp_path / "strange"
     shutil.copytree(other_folder, strange)
@@ -236,8 +240,8 @@ def test_bad_models_are_refused_before_anything_is_asked(
         "the files of .* have changed": [changed],
     }
     for message, arms in cases.items():
-        with Watched(spec, THREADS) as pool, pytest.raises(InterventionError, match=message):
-            run_evaluation(config, run_on(pool, store, open_model), [BASELINE, *arms])
+        with pytest.raises(InterventionError, match=message):
+            run(config, store, [BASELINE, *arms])
     assert store.runs("evaluate") == []
     with pytest.raises(InterventionError, match="has a model of its own and ablates heads"):
         dataclasses.replace(mask_arm([(0, 1)]), model=spec)

@@ -11,7 +11,7 @@ import pytest
 
 from headscan.cli.main import main
 from headscan.cluster.placements import StreamedPlacement
-from headscan.cluster.pool import InProcessPool, StagingError, open_pool
+from headscan.cluster.pool import InProcessPool, Pool, StagingError, open_pool
 from headscan.engine import answer
 from headscan.engine.arms import BASELINE, Arm
 from headscan.errors import UnsupportedModelError
@@ -19,7 +19,8 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.plans import HeadPlan, PlanError, PlannedModel
 from headscan.runs.model_identity import identify
-from headscan.settings.evaluation_settings import PLAN_MODES, ChosenArms, EvaluateConfig, ReplacementConfig, TaskConfig
+from headscan.settings.evaluation_settings import PLAN_MODES, ChosenArms, ReplacementConfig, TaskConfig
+from headscan.steps.evaluate import Evaluate
 from headscan.steps.evaluate_chosen import evaluate_chosen
 from headscan.steps.plan_arms import plan_arms
 from headscan.steps.run_evaluation import run_evaluation
@@ -40,9 +41,13 @@ def plan(model: PlannedModel) -> HeadPlan:
     return plan_for(model, [(0, 0), (1, 1), (2, 0)])
 
 
-def config(spec: ModelSpec, task_folder: Path) -> EvaluateConfig:
+def config(spec: ModelSpec, task_folder: Path) -> Evaluate:
     tasks = TaskConfig(("counting",), include_path=str(task_folder), limit=4)
-    return EvaluateConfig(spec, tasks, recall=None, batch_tokens=60)
+    return Evaluate(spec, tasks, recall=None)
+
+
+def run(config: Evaluate, store: Store, pool: Pool, arms: Sequence[Arm]) -> str:
+    return run_evaluation(config, run_on(pool, store, batch_tokens=60), arms)
 
 
 def requests_of(spec: ModelSpec, tasks: TaskConfig) -> list[Request]:
@@ -134,7 +139,7 @@ def test_full_heads_are_the_baseline(
     spec: ModelSpec, model: PlannedModel, pool: InProcessPool, task_folder: Path, store: Store
 ) -> None:
     arms = [BASELINE, *plan_arms(plan_for(model, 0), PLAN_MODES, 0)]
-    run_id = run_evaluation(config(spec, task_folder), run_on(pool, store), arms)
+    run_id = run(config(spec, task_folder), store, pool, arms)
     baseline, *others = likelihoods(store).values()
     assert len(others) == 2
     for found in others:
@@ -158,21 +163,21 @@ def test_a_stopped_evaluation_resumes_with_the_same_rows(
 ) -> None:
     arms = [BASELINE, *plan_arms(plan, ["decode"], 0)]
     asked = config(spec, task_folder)
-    run_evaluation(asked, run_on(pool, store), arms)
-    run, calls = answer.evicted_likelihoods, []
+    run(asked, store, pool, arms)
+    answered, calls = answer.evicted_likelihoods, []
 
     def stopped(lm: LoadedModel, requests: Sequence[Request], *given: Any) -> Any:
         calls.append(requests)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return run(lm, requests, *given)
+        return answered(lm, requests, *given)
 
     broken = Store(tmp_path / "broken.duckdb")
     monkeypatch.setattr(answer, "evicted_likelihoods", stopped)
     with pytest.raises(KeyboardInterrupt):
-        run_evaluation(asked, run_on(pool, broken), arms)
+        run(asked, broken, pool, arms)
     before = len(calls)
-    run_evaluation(asked, run_on(pool, broken), arms)
+    run(asked, broken, pool, arms)
     assert likelihoods(broken) == likelihoods(store)
     assert calls[0] not in calls[before:] and calls[1] in calls[before:]  # its answers were stored
 
@@ -184,14 +189,14 @@ def test_forward_runs_range_by_range_and_decode_does_not(
     asked = config(spec, task_folder)
     arms = [BASELINE, *plan_arms(plan, ["forward"], 0)]
     apart = Store(tmp_path / "apart.duckdb")
-    run_evaluation(asked, run_on(pool, store), arms)
+    run(asked, store, pool, arms)
     with open_pool(spec, StreamedPlacement("cpu", 1, 1 << 30, ((0, 1), (1, 3)))) as staged:
         with pytest.raises(
             StagingError, match=r"decode evicts keys.*Use the mode forward, or `placement=whole`"
         ) as caught:
-            run_evaluation(asked, run_on(staged, apart), [BASELINE, *plan_arms(plan, ["decode"], 0)])
+            run(asked, apart, staged, [BASELINE, *plan_arms(plan, ["decode"], 0)])
         assert "\n" not in str(caught.value) and not apart.path.exists()
-        run_evaluation(asked, run_on(staged, apart), arms)
+        run(asked, apart, staged, arms)
     whole, ours = likelihoods(store), likelihoods(apart)
     assert ours.keys() == whole.keys()
     for name, values in whole.items():
@@ -206,11 +211,11 @@ def test_in_half_precision_all_arms_use_the_same_kernels(
     half = replace(spec, dtype="bfloat16")
     (arm,) = plan_arms(plan_for(model, 0), ["forward"], 0)
     asked = config(half, task_folder)
-    run_evaluation(asked, run_on(InProcessPool(half, THREADS), store), [BASELINE, arm])
+    run(asked, store, InProcessPool(half, THREADS), [BASELINE, arm])
     found = likelihoods(store)
     assert found[arm.name] == found["baseline"]
-    (run,) = store.runs("evaluate")
-    assert "of rules" in run["config"]["rounding"]
+    (stored,) = store.runs("evaluate")
+    assert "of rules" in stored["config"]["rounding"]
 
 
 def test_layers_that_continue_token_by_token_are_refused_in_decode(
@@ -223,9 +228,9 @@ def test_layers_that_continue_token_by_token_are_refused_in_decode(
         plan = plan_for(model_of(spec, pool.one(_itself, None)), 1)
         arms: list[Arm] = [BASELINE, *plan_arms(plan, ["decode"], 0)]
         with pytest.raises(UnsupportedModelError, match=r"only token by token\. Use the mode forward, or tasks"):
-            run_evaluation(config(spec, task_folder), run_on(pool, store), arms)
+            run(config(spec, task_folder), store, pool, arms)
         assert not store.runs()
-        run_evaluation(config(spec, task_folder), run_on(pool, store), [BASELINE, *plan_arms(plan, ["forward"], 0)])
+        run(config(spec, task_folder), store, pool, [BASELINE, *plan_arms(plan, ["forward"], 0)])
     assert {row["kind"] for row in store.query("from arms").to_pylist()} == {ArmKind.BASELINE, ArmKind.PLAN}
 
 
