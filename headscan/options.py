@@ -128,7 +128,7 @@ class Option(Limits):
         negated: The option sets False.
         repeated: Values are given one by one, as in ``--run A --run B``, and may contain commas.
         one_of: Name of a group of options that exclude each other.
-        required: The option, or one of its group, is required.
+        required: The option, or one of its group, is required on the command line.
         only: Methods or formats of the verb that use the option; empty: all of them.
         needs: Other options that decide whether this one has an effect; all must agree.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.cli.verb_base import StoreOptions, StoreVerb, quiet_libraries
 from headscan.export.formats import OF_STORE, ExportConfig, run_export
@@ -36,9 +36,7 @@ class Export(StoreVerb):
     json: Json = False
     store: Annotated[StoreOptions, Group(only=OF_STORE)]
 
-    @property
-    def method(self) -> tuple[str, str]:
-        return self.settings.format, self.settings.format
+    by_method: ClassVar = ("settings.format", "")
 
     def run(self) -> Result:
         config = self.settings

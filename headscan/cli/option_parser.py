@@ -20,8 +20,8 @@ stand in a file, too (`--config-file`).
 
 `headscan.cli.main` lists the verbs. `int`, `float`, `str`, `bool`, a `Literal`, a tuple of these and each of
 them `| None` are read from text; an `Option` narrows the values or has a function of its own. `__post_init__` raises if
-options do not go together. `read_settings` refuses a given option that has no effect with the method of the verb, a
-property `method` with the method and its name for the user (``only``), or with or without another one (``needs``).
+options do not go together. `read_settings` refuses a given option that has no effect with the method of the verb
+(``only``), whose key and words before it are in `by_method`, or with or without another option (``needs``).
 """
 
 from __future__ import annotations
@@ -124,7 +124,6 @@ class BoundOption:
         default: Value without the option; MISSING if it is required.
         only: Methods or formats of the verb that use it; empty: all of them.
         needs: Other options that decide whether it has an effect, each with the path of the class that declares that.
-        is_switch: It turns a group of options on or off.
     """
 
     path: tuple[str, ...]
@@ -136,7 +135,6 @@ class BoundOption:
     group: str
     only: tuple[str, ...] = ()
     needs: tuple[tuple[tuple[str, ...], Needs], ...] = ()
-    is_switch: bool = False
 
     @property
     def flag(self) -> str:
@@ -303,9 +301,9 @@ def _options_below(cls: type, default: Any, path: tuple[str, ...], group: Group)
             inner, optional = _settings_class(hint)
             within = Group(declared.title or group.title, declared.only or group.only)
             if declared.switch is not None:
-                options.append(
-                    BoundOption((*path, name), declared.switch, bool, False, None, True, within.title, is_switch=True)
-                )
+                needs = [(path, each) for each in declared.needs if not each.of]
+                switch, title = declared.switch, within.title
+                options.append(BoundOption((*path, name), switch, bool, False, None, True, title, needs=tuple(needs)))
             for option in _options_below(inner, value, (*path, name), within):
                 needs = [(path, each) for each in declared.needs if not each.of or {*each.of} & {*option.path}]
                 default_value = None if optional and option.default is MISSING else option.default
@@ -362,7 +360,8 @@ def add_options(parser: argparse.ArgumentParser, cls: type, preset: Collection[s
                 required = bound.option.required and one_of not in filled
                 exclusive[one_of] = container.add_mutually_exclusive_group(required=required)
             container = exclusive[one_of]
-        bound.add_to(container, required=bound.default is MISSING and bound.key not in preset)
+        is_required = bound.default is MISSING or (bound.option.required and bound.option.one_of is None)
+        bound.add_to(container, required=is_required and bound.key not in preset)
 
 
 def _help_text(cls: type) -> str:
@@ -396,10 +395,9 @@ def read_settings(verb: str, cls: type[S], words: Sequence[str]) -> S:
     kept = {key: value for key, value in preset.items() if groups[key] not in chosen}
     try:
         values = kept | given
-        settings = cls(**_arguments(cls, values))
-        _check_used(settings, values)
-        _check_needs(settings, values)
-        return settings
+        _check_used(cls, values)
+        _check_needs(cls, values)
+        return cls(**_arguments(cls, values))
     except UsageError:
         raise
     except HeadscanError as problem:
@@ -426,7 +424,7 @@ def _preset(verb: str, cls: type, words: Sequence[str]) -> dict[str, Any]:
         else:
             raise UsageError(f"{file}: {unknown_name('option', plain, tuple(options))}")
         for bound, each in given:
-            if each is None or (each == [] and bound.default == ()):
+            if each is None or (of_group and each == [] and bound.default == ()):
                 continue
             try:
                 # Options that set False have the name of the field in a group.
@@ -472,13 +470,18 @@ def _is_absent(options: Sequence[BoundOption], values: Mapping[str, Any], path: 
     return True
 
 
-def _check_used(settings: Any, given: Collection[str]) -> None:
-    """Raise UsageError if an option is given that the method or format of a verb (`method`) does not use."""
-    chosen, name = getattr(settings, "method", None) or (None, "")
-    for bound in options_of(type(settings)):
-        if chosen is not None and bound.only and chosen not in bound.only and bound.key in given:
-            only = ", ".join(bound.only)
-            raise UsageError(f"{_written(settings, bound)} has no effect on {name} (only on {only}): leave it out")
+def _check_used(cls: type, values: Mapping[str, Any]) -> None:
+    """Raise UsageError if an option is given that the method or format of a verb (`by_method`) does not use."""
+    by_method: tuple[str, str] | None = getattr(cls, "by_method", None)
+    if by_method is None:
+        return
+    options = {bound.key: bound for bound in options_of(cls)}
+    key, name = by_method
+    chosen = values.get(key, options[key].default)
+    for given in values:
+        if (bound := options[given]).only and chosen not in bound.only:
+            flag, only = _written(bound, values), ", ".join(bound.only)
+            raise UsageError(f"{flag} has no effect on {name}{chosen} (only on {only}): leave it out")
 
 
 def needed_option(key: str, path: Sequence[str], options: Mapping[str, BoundOption]) -> BoundOption:
@@ -489,57 +492,45 @@ def needed_option(key: str, path: Sequence[str], options: Mapping[str, BoundOpti
     raise KeyError(f"no option has the key {key!r}. Correct the condition")
 
 
-def _check_needs(settings: Any, given: Collection[str]) -> None:
+def _check_needs(cls: type, values: Mapping[str, Any]) -> None:
     """Raise UsageError if an option is given that has no effect with the other options, or without one of them."""
-    options = {bound.key: bound for bound in options_of(type(settings))}
-    for key in given:
+    options = {bound.key: bound for bound in options_of(cls)}
+    for key in values:
         for path, needs in options[key].needs:
-            if refused := _why_unused(settings, needs, path, options, given):
-                raise UsageError(f"{_written(settings, options[key])} has no effect {refused}")
+            if refused := _why_unused(values, needs, path, options):
+                raise UsageError(f"{_written(options[key], values)} has no effect {refused}")
 
 
 def _why_unused(
-    settings: Any, needs: Needs, path: Sequence[str], options: Mapping[str, BoundOption], given: Collection[str]
+    values: Mapping[str, Any], needs: Needs, path: Sequence[str], options: Mapping[str, BoundOption]
 ) -> str | None:
     """Return why an option has no effect, and what to do; None if it has one."""
-    if needs.unless is not None and _why_unused(settings, needs.unless, path, options, given) is None:
+    if needs.unless is not None and _why_unused(values, needs.unless, path, options) is None:
         return None
     other = needed_option(needs.key, path, options)
-    is_given = other.key in given
+    value = values.get(other.key, other.default)
     if needs.values:
-        value = _value(settings, other)
         several = value if isinstance(value, tuple) else (value,)
         if not set(several).isdisjoint(needs.values):
             return None
         words = needs.named or " or ".join(needs.values)
         return f"with {other.flag} {','.join(map(str, several))}: leave it out, or use {words}"
-    if other.default is True:
-        is_off = _value(settings, other) is False
-        return f"with {_written(settings, other)}: leave one of them out" if is_off else None
-    if needs.absent:
-        return f"with {_written(settings, other)}: leave one of them out" if is_given else None
-    return None if is_given else f"without {other.flag}: add {other.flag}, or leave it out"
+    refused = value is False if other.default is True else needs.absent and other.key in values
+    if refused:
+        return f"with {_written(other, values)}: leave one of them out"
+    if needs.absent or other.default is True or other.key in values:
+        return None
+    return f"without {other.flag}: add {other.flag}, or leave it out"
 
 
-def _written(settings: Any, bound: BoundOption) -> str:
+def _written(bound: BoundOption, values: Mapping[str, Any]) -> str:
     """Return the flag of a given option as the command line has it, such as ``--no-confirm``."""
-    is_off = bound.kind is bool and not bound.option.negated and _value(settings, bound) is False
+    is_off = bound.kind is bool and not bound.option.negated and values.get(bound.key) is False
     return _off(bound.option, bound.flag) if is_off else bound.flag
 
 
 def _off(option: Option, flag: str | None = None) -> str:
     return f"--no-{(flag or option.flag or '')[2:]}"
-
-
-def _value(settings: Any, bound: BoundOption) -> Any:
-    """Return the value of an option, which is its default if its group lacks it. The switch of a group is on if the
-    group has settings.
-    """
-    for name in bound.path:
-        if settings is None or not hasattr(settings, name):
-            return bound.default
-        settings = getattr(settings, name)
-    return settings is not None if bound.is_switch else settings
 
 
 def with_flags(message: str, cls: type) -> str:

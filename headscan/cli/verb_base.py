@@ -135,11 +135,6 @@ class StepVerb:
         """The same command again resumes after an interruption."""
         return bool(self.step.stores)
 
-    @property
-    def method(self) -> tuple[str, str] | None:
-        """The method of a step that has several, and its name for the user."""
-        return (self.step.method, f"--method {self.step.method}") if self.step.of_model else None
-
     def run(self) -> Result:
         step: Step[Any] = self.step
         options = self.devices.job_options(type(self))
@@ -170,7 +165,9 @@ def step_verb(step: type[Step[Any]]) -> type[StepVerb]:
         hints.append(("store", Annotated[StoreOptions, Group()]))
     if "resume_anyway" in step.stores:
         with_defaults.append(("resume_anyway", Annotated[bool, replace(RESUME_ANYWAY, only=step.of_model)], False))
-    namespace = {"__doc__": step.__doc__, "common": step.common, "__module__": __name__}
+    namespace: dict[str, Any] = {"__doc__": step.__doc__, "common": step.common, "__module__": __name__}
+    if step.of_model:
+        namespace["by_method"] = ("step.method", "--method ")
     return make_dataclass(
         step.__name__, [*hints, *with_defaults], bases=(StepVerb,), namespace=namespace, frozen=True, kw_only=True
     )

@@ -106,6 +106,7 @@ class Ablate(QuestionStep["AblateResult"]):
             if self.tasks.names or self.corpus is not None:
                 raise InterventionError("effects have one metric: leave out `data`, or `tasks` and `corpus`")
             return
+        self.tasks.check_effect()
         if self.corpus is None and not self.tasks.names:
             if not self.model.is_demo:
                 raise InterventionError(

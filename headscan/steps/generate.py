@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Unpack
@@ -48,7 +48,8 @@ class Generate(Step["GenerationComparison"]):
 
     Attributes:
         plan: Plan of the model, or its file.
-        prompt: Text to continue greedily; with ``apply_chat_template`` a user's message, which the model answers.
+        prompt: Text to continue greedily; with ``apply_chat_template`` a user's message, which the model answers. None
+            reads ``prompt_file``.
 
     Raises:
         PlanError: The plan is of another model, or an option of a store is given, although nothing is stored.
@@ -61,10 +62,10 @@ class Generate(Step["GenerationComparison"]):
     stores: ClassVar = ()
     evaluates: ClassVar = True
 
-    prompt: Annotated[
-        str,
-        Option("text file with the prompt; - reads standard input", flag="--prompt-file", metavar="FILE", parse=_read),
-    ] = field(kw_only=True)
+    prompt: str | None = None
+    prompt_file: Annotated[
+        str | None, Option("text file with the prompt; - reads standard input", metavar="FILE", required=True)
+    ] = None
     plan: Annotated[Any, Option("file of the plan")] = "head_plan.json"
     apply_chat_template: Annotated[bool, Option("the prompt as a user's message, in the tokenizer's chat template")] = (
         False
@@ -80,7 +81,15 @@ class Generate(Step["GenerationComparison"]):
         from headscan.plans import PlanError, check_is_plan
 
         check_limits(self, PlanError)
-        check_is_plan(self.head_plan)
+        if not isinstance(self.plan, str | Path):
+            check_is_plan(self.plan)
+        if (self.prompt is None) == (self.prompt_file is None):
+            raise PlanError("`prompt` or `prompt_file` is required: give one of them")
+
+    @cached_property
+    def text(self) -> str:
+        """The prompt, whose file is read once."""
+        return self.prompt if self.prompt is not None else _read(str(self.prompt_file))
 
     @cached_property
     def head_plan(self) -> HeadPlan:
@@ -94,7 +103,7 @@ class Generate(Step["GenerationComparison"]):
         """Return the tokens of the prompt."""
         tokenizer = identity.tokenizer
         if not self.apply_chat_template:
-            return tuple(tokenizer(self.prompt)["input_ids"])
+            return tuple(tokenizer(self.text)["input_ids"])
         if not tokenizer.chat_template:
             raise ModelLoadError(
                 f"the tokenizer of {identity.name} has no chat template. Load a chat model, or leave out "
@@ -102,7 +111,7 @@ class Generate(Step["GenerationComparison"]):
             )
         from jinja2.exceptions import TemplateError
 
-        message = [{"role": "user", "content": self.prompt}]
+        message = [{"role": "user", "content": self.text}]
         try:
             written = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
         # A tokenizer may have several templates without a default, or a broken one.
@@ -124,6 +133,10 @@ class Generate(Step["GenerationComparison"]):
         from headscan.steps.run_generate import run_generate
 
         return run_generate(self, run)
+
+    def check_inputs(self, store: Store) -> None:
+        for read in ("head_plan", "text"):
+            getattr(self, read)
 
     def shown(self, result: GenerationComparison, store: Store) -> Result:
         from headscan.steps.plan_arms import narrowest_window

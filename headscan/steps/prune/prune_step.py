@@ -127,6 +127,13 @@ def _check_heads(field: str, by_name: Mapping[str, Sequence[tuple[int, int]]]) -
         check_pairs(heads)
 
 
+def _method(name: str) -> str:
+    """Return the name of a method, checked."""
+    if name not in PRUNE_METHODS:
+        raise unknown_name("method", name, PRUNE_METHODS)
+    return name
+
+
 @dataclass(frozen=True)
 class Prune(QuestionStep["PruneResult"]):
     """remove attention heads for good: a smaller model, repaired, saved and judged
@@ -245,7 +252,7 @@ class Prune(QuestionStep["PruneResult"]):
             + "; ".join(f"{name}: {CRITERIA[name].removed_first}" for name in SET_METHODS if name != RANDOM)
             + "; or a score or another criterion of a run in the store",
             flag="--method",
-            kind="method",
+            parse=_method,
             needs=_CHOSEN,
         ),
     ] = ("damage",)
@@ -322,7 +329,9 @@ class Prune(QuestionStep["PruneResult"]):
             raise PruningError(f"`{given[0]}` and `{given[1]}` are two sizes (limit 1). Leave one of them out")
         if self.kv_bytes is not None and self.unit == "head":
             raise PruningError("`kv_bytes` needs `unit` group or layer: single query heads free no KV cache")
-        if self.kv_counts != "any" and (self.removed_unit != "group" or self.names_heads):
+        if self.kv_counts != "any" and self.names_heads:
+            raise PruningError("`kv_counts` has no effect on named heads: leave it out")
+        if self.kv_counts != "any" and self.removed_unit != "group":
             raise PruningError("`kv_counts` divisors goes with `unit` group: add it, or leave `kv_counts` out")
         _check_heads("masks", self.masks)
         _check_heads("orders", self.orders)
@@ -334,7 +343,7 @@ class Prune(QuestionStep["PruneResult"]):
         # The layers of a control are selected with the same effort.
         has_controls = self.controls and not self.skip_verdict
         if self.names_heads and not has_controls and self.selection != SelectionConfig():
-            raise PruningError("`tries` has no effect on named heads without `controls`: leave it out")
+            raise PruningError("`tries` has no effect on named heads without controls: leave it out")
         known = (*PRUNE_METHODS, *self.orders)
         for method in self.methods:
             if method not in known:

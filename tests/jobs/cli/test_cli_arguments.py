@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from headscan.catalog import SCORES
 from headscan.cli import main
 from headscan.cli.option_parser import BoundOption, UsageError, needed_option, options_of
 from tests.jobs.conftest import make_tokenizer
@@ -94,8 +95,8 @@ def test_values_that_no_option_takes(
     verb: str, option: str, unreachable: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for value in NEVER:
-        if option in ("--tasks", "--plan", "--models") and value.strip():
-            continue  # lm-eval alone knows the names of tasks, and any name may be a file
+        if option in ("--tasks", "--plan", "--models", "--judge", "--held-out", "--rank-data") and value.strip():
+            continue  # lm-eval alone knows the names of tasks, and any name may be a file or a corpus
         line = refusal(capsys, [*first_example(verb), f"{option}={value}"])
         assert option in line, line
 
@@ -160,20 +161,33 @@ STATES = {
     "evaluate": [
         "demo",
         "m --tasks mmlu",
-        "demo --replace mean",
-        "demo --replace mean --corpus c",
+        "demo --heads 0:0 --replace mean",
+        "demo --heads 0:0 --replace mean --corpus c",
         "demo --no-recall",
         "demo --held-out c",
     ],
     "sweep": ["demo", "m --tasks mmlu", "demo --replace mean", "demo --replace mean --corpus c", "demo --no-recall"],
-    "ablate": ["demo", "m --corpus c", "m --tasks mmlu", "m --tasks mmlu --replace mean", "m --data d"],
-    "referee": ["demo", "m --corpus c", "m --corpus c --tasks mmlu", "demo --no-recall", "m --data d"],
+    "ablate": [
+        "demo",
+        "m --corpus c",
+        "m --tasks mmlu",
+        "m --tasks mmlu --apply-chat-template",
+        "m --tasks mmlu --replace mean",
+        "m --data d",
+    ],
+    "referee": [
+        "demo",
+        "m --corpus c --repair o",
+        "m --corpus c --tasks mmlu --apply-chat-template",
+        "demo --no-recall",
+        "m --data d",
+    ],
     "prune": [
         f"{words} --out x"
         for words in (
             "demo --share 0.1",
             "m --share 0.1 --corpus c",
-            "m --share 0.1 --corpus c --tasks mmlu",
+            "m --share 0.1 --corpus c --tasks mmlu --apply-chat-template",
             "demo --share 0.1 --no-recall",
             "demo --share 0.1 --skip-verdict",
             "demo --share 0.1 --method entropy",
@@ -189,6 +203,7 @@ STATES = {
         "--method imported --pattern p",
         "demo --method measured",
         "demo --method measured --corpus c",
+        "--method=measured --corpus=c",
     ],
     "export": [
         "gguf demo --out x",
@@ -205,6 +220,9 @@ VALUES = {
     "--gpu-memory": "2GiB",
     "--cpu-memory": "2GiB",
     "--max-loss": "0.1",
+    "--method": "entropy",
+    "--min-tokens": "3",
+    "--include-path": ".",
     "--device": "cpu",
     "--ray-address": "auto",
 }
@@ -278,7 +296,7 @@ def test_an_option_is_refused_where_it_has_no_effect(verb: str, option: BoundOpt
         ("prune demo --heads 1:2 --tries 5 --controls 0 --out x", "--tries has no effect on named heads without c"),
         ("prune demo --share 0.1 --method random --tries 5 --out x", "with --method random: leave it out, or use"),
         ("evaluate M --tasks mmlu --column text", "--column has no effect with --replace zero: leave it out"),
-        ("evaluate M --tasks mmlu --replace mean --column text", "--column has no effect without --corpus"),
+        ("evaluate M --tasks mmlu --heads 0:0 --replace mean --column text", "--column has no effect without --corpus"),
         ("probe demo --behaviours induction_score --depths 0.5", "with --behaviours induction_score: leave it out, or"),
         ("roles --mask m --heads", "--heads has no effect with --mask: leave one of them out"),
     ],
@@ -311,14 +329,12 @@ def test_good_values_are_read() -> None:
     read = main.read_command
     scan = read(["scan", "demo", "--corpus", "x", "--memory", "1.5GiB", "--statistics", "entropy, entropy"])
     assert (scan.devices.request.memory, scan.devices.timeouts.heartbeat) == (3 << 29, 300.0)
-    assert scan.settings.values["statistics"] == ("entropy",)
-    sweep = read(["sweep", "demo", "--tasks", "a, b", "--quantiles", "0,0.1", "--masks", "none"])
-    settings = sweep.arms.values
-    assert sweep.tasks.names == ("a", "b") and settings["shares"] == (0.0, 0.1)
-    assert settings["mask_criteria"] == () and "scores" not in settings
-    evaluate = read(["evaluate", "demo", "--tasks", "a", "--heads", "3:5", "0:0", "--num-fewshot", "0"])
-    assert evaluate.chosen().heads == ((3, 5), (0, 0))
-    assert evaluate.tasks.prompts.values["num_fewshot"] == 0
+    assert scan.step.statistics == ("entropy",)
+    sweep = read(["sweep", "demo", "--tasks", "a, b", "--quantiles", "0,0.1", "--masks", "none"]).step
+    assert (sweep.tasks.names, sweep.shares, sweep.mask_criteria) == (("a", "b"), (0.0, 0.1), ())
+    assert sweep.scores == tuple(SCORES)
+    evaluate = read(["evaluate", "demo", "--tasks", "a", "--heads", "3:5", "0:0", "--num-fewshot", "0"]).step
+    assert (evaluate.arms.heads, evaluate.tasks.num_fewshot) == (((3, 5), (0, 0)), 0)
     assert read(["place", "demo"]).machines.gpu_memory == 80 << 30
     assert read(["rank", "--limit", "0"]).limit == 0
 

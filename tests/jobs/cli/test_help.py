@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,21 +72,17 @@ def test_options_stand_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     """Options of the command line replace those of the file, and so does another one that excludes them."""
     file = tmp_path / "run.yaml"
     file.write_text("model: demo\nshare: 0.4\nmethod: [damage, random]\nrecall: false\ncontrols: 3\nout: smaller\n")
-    verb = main.read_command(["prune", "--config-file", str(file), "--controls", "5"])
-    words = ["prune", "demo", "--share", "0.4", "--method", "damage,random", "--no-recall", "--out", "smaller"]
-    direct = main.read_command([*words, "--controls", "5"])
-    assert (verb.model, verb.size, verb.choice, verb.controls, verb.out) == (
-        direct.model,
-        direct.size,
-        direct.choice,
-        direct.controls,
-        direct.out,
-    )
-    assert verb.recall.asked is direct.recall.asked is False
+
+    def read(*words: str) -> Any:
+        return main.read_command(["prune", *words]).step
+
+    found = read("--config-file", str(file), "--controls", "5")
+    words = ["demo", "--share", "0.4", "--method", "damage,random", "--no-recall", "--out", "smaller"]
+    assert found == read(*words, "--controls", "5") and found.recall is None
     for encoding in ("utf-8-sig", "utf-16"):
         (tmp_path / "marked.yaml").write_text(file.read_text("utf-8"), encoding=encoding)
-        assert main.read_command(["prune", "--config-file", str(tmp_path / "marked.yaml")]).size == direct.size
-    assert main.read_command(["prune", "--config-file", str(file), "--shares", "0.1,0.2"]).size.shares == (0.1, 0.2)
+        assert read("--config-file", str(tmp_path / "marked.yaml")) == read(*words, "--controls", "3")
+    assert read("--config-file", str(file), "--shares", "0.1,0.2").shares == (0.1, 0.2)
     for text, problem in (
         ("shar: 1", "unknown option 'shar'; did you mean share, shares?"),
         ("share: 2", "share: 2 (limit below 1). Lower it"),
@@ -103,25 +100,25 @@ def test_options_stand_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_the_members_of_a_list_in_a_file_may_contain_commas(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text('plan: ["a,b.json", c.json]\n')
+    file.write_text('models: ["a,b", c]\n')
     words = ["evaluate", "demo", "--config-file", str(file)]
-    assert main.read_command(words).arms.values["plans"] == ("a,b.json", "c.json")
-    file.write_text("plan: a.json,c.json\n")
-    assert main.read_command(words).arms.values["plans"] == ("a.json", "c.json")
-    file.write_text('plan: ["", c.json]\n')
+    assert main.read_command(words).step.arms.models == ("a,b", "c")
+    file.write_text("models: a,c\n")
+    assert main.read_command(words).step.arms.models == ("a", "c")
+    file.write_text('models: ["", c]\n')
     with pytest.raises(UsageError, match="has an empty member"):
         main.read_command(words)
     file.write_text("criteria: [all, damage]\n")  # a word for several criteria stands alone
     with pytest.raises(UsageError, match="unknown criterion 'all'"):
         main.read_command(["referee", *words[1:]])
     file.write_text("criteria: [all]\n")
-    assert len(main.read_command(["referee", *words[1:]]).criteria.compared.values["criteria"]) > 3
+    assert len(main.read_command(["referee", *words[1:]]).step.criteria) > 3
 
 
 @pytest.mark.parametrize("values", [["1:2,0:3"], ["1:2", "0:3"], ["1:2, 0:3"]])
 def test_lists_are_separated_by_commas(values: list[str]) -> None:
-    verb = main.read_command(["evaluate", "demo", "--tasks", "a,b", "--heads", *values])
-    assert (verb.tasks.names, verb.chosen().heads) == (("a", "b"), ((1, 2), (0, 3)))
+    step = main.read_command(["evaluate", "demo", "--tasks", "a,b", "--heads", *values]).step
+    assert (step.tasks.names, step.arms.heads) == (("a", "b"), ((1, 2), (0, 3)))
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
