@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from headscan.pruning.calibration import Calibration
 from headscan.ranking.head_ranking import rank_gates
 from headscan.runs.model_identity import identify
 from headscan.runs.run_context import Run
-from headscan.settings.measure_settings import GatesConfig
 from headscan.steps import run_gates as pipeline
+from headscan.steps.gates import Gates
 from headscan.steps.run_gates import GatesResult, run_gates
 from headscan.store.store import Store
 from headscan.texts import CorpusSpec
@@ -31,20 +32,21 @@ from tests.jobs.conftest import THREADS
 
 
 @pytest.fixture
-def config(spec: ModelSpec, corpus_folder: Path) -> GatesConfig:
+def config(spec: ModelSpec, corpus_folder: Path) -> Gates:
     fit = GateFitConfig(steps=25, batch_tokens=200)
-    return GatesConfig(spec, CorpusSpec(str(corpus_folder)), fit, two_sided=True, sequences=12, max_tokens=40)
+    return Gates(spec, CorpusSpec(str(corpus_folder)), fit, two_sided=True, sequences=12, max_tokens=40)
 
 
-def run(config: GatesConfig, store: Store) -> GatesResult:
-    return run_gates(config, Run(config.model, store, lambda _: open_pool(config.model, THREADS)))
+def run(config: Gates, store: Store, say: Callable[[str], None] = lambda line: None) -> GatesResult:
+    pool = open_pool(config.model, THREADS)
+    return run_gates(config, Run(config.model, store, lambda _: pool, batch_tokens=config.batch_tokens, say=say))
 
 
 def rows(store: Store) -> list[dict]:
     return store.query("select * exclude (run_id) from head_gates order by layer, head").to_pylist()
 
 
-def test_rows_and_mask_equal_the_librarys_gates(config: GatesConfig, store: Store) -> None:
+def test_rows_and_mask_equal_the_librarys_gates(config: Gates, store: Store) -> None:
     result = run(config, store)
     lm = headscan.load(config.model.source)
     ids, lengths = map(torch.from_numpy, pipeline._token_batch(config, identify(config.model)))
@@ -67,7 +69,7 @@ def test_rows_and_mask_equal_the_librarys_gates(config: GatesConfig, store: Stor
 
 
 def test_an_interrupted_run_resumes_with_the_same_gates(
-    config: GatesConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Gates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, store = Store(tmp_path / "whole.duckdb"), Store(tmp_path / "s.duckdb")
     run(config, whole)
@@ -88,9 +90,7 @@ def test_an_interrupted_run_resumes_with_the_same_gates(
     assert rows(store) == rows(whole)
 
 
-def test_a_run_that_cannot_be_finished_has_failed(
-    config: GatesConfig, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_cannot_be_finished_has_failed(config: Gates, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     finish = Store.finish_run
 
     def breaks(store: Store, run_id: str, **settings: Any) -> None:
@@ -104,11 +104,10 @@ def test_a_run_that_cannot_be_finished_has_failed(
     assert [row["status"] for row in store.runs("gates")] == ["failed"]
 
 
-def test_heads_that_the_fit_keeps_open_are_named(config: GatesConfig, store: Store) -> None:
+def test_heads_that_the_fit_keeps_open_are_named(config: Gates, store: Store) -> None:
     said: list[str] = []
     slow = replace(config, fit=replace(config.fit, share=0.8, steps=10, rate=0.01), two_sided=False)
-    options = Run(config.model, store, lambda _: open_pool(config.model, THREADS), say=said.append)
-    result = run_gates(slow, options)
+    result = run(slow, store, said.append)
     assert "fewer than 80% of the gates are closed after 10 steps; more steps follow" in said
     closed, is_open = (sum(row["closed"] and row["gate"] > least for row in rows(store)) for least in (-1.0, 0.5))
     assert is_open and len(store.mask(result.mask).heads) == closed
@@ -132,12 +131,12 @@ def test_from_the_command_line(spec: ModelSpec, corpus_folder: Path, tmp_path: P
         "--share",
         "0.25",
     ]
-    assert main([*command, "--max-tokens", "32", "--step-tokens", "128", "--two-sided", "--device", "cpu"]) == 0
+    assert main([*command, "--max-tokens", "32", "--batch-tokens", "128", "--two-sided", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert "heads closed" in out and "gate up" in out and "--mask gates-0.25-" in out and "--heads " in out
     assert main(["rank", "--by", "gate", "--store", store, "--limit", "3"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 5
-    slow = [*command, "--max-tokens", "32", "--step-tokens", "128", "--device", "cpu", "--json"]
+    slow = [*command, "--max-tokens", "32", "--batch-tokens", "128", "--device", "cpu", "--json"]
     slow[slow.index("--share") + 1], slow[slow.index("--steps") + 1] = "0.9", "1"
     assert main(slow) == 0
     open_heads = (
@@ -149,7 +148,7 @@ def test_from_the_command_line(spec: ModelSpec, corpus_folder: Path, tmp_path: P
     fails(capsys, ["gates", spec.source, "--corpus", str(corpus_folder), "--store", store, "--share", "1"], "--share")
 
 
-def test_settings_out_of_range(config: GatesConfig, store: Store) -> None:
+def test_settings_out_of_range(config: Gates, store: Store) -> None:
     for settings, message in (
         ({"fit": GateFitConfig(share=None, penalty=0.1)}, "share=None"),
         ({"sequences": 0}, "sequences=0"),

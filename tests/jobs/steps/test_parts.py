@@ -12,13 +12,14 @@ import duckdb
 import pytest
 
 from headscan.cli.main import main
-from headscan.cluster.pool import open_pool
+from headscan.cluster.pool import Pool, open_pool
 from headscan.errors import MergeError, StoreError
 from headscan.model_spec import ModelSpec
-from headscan.runs.run_context import Run
-from headscan.settings.measure_settings import CorpusRunError, Part, ScanConfig
+from headscan.runs.run_context import PoolFactory, Run
+from headscan.steps.corpus_step import CorpusRunError
 from headscan.steps.run_corpus import CorpusRunResult
 from headscan.steps.run_scan import run_scan
+from headscan.steps.scan import Part, Scan
 from headscan.store.merge_stores import merge_stores
 from headscan.store.store import Store
 from headscan.texts import CorpusSpec, TokenConfig
@@ -35,25 +36,29 @@ SCAN_TABLES = {
 
 
 @pytest.fixture(scope="session")
-def config(spec: ModelSpec, corpus_folder: Path) -> ScanConfig:
+def config(spec: ModelSpec, corpus_folder: Path) -> Scan:
     tokens = TokenConfig(40, mode="chunk", min_tokens=5, limit_sequences=30)
-    return ScanConfig(spec, CorpusSpec(str(corpus_folder)), tokens, shard_size=2, batch_tokens=150)
+    return Scan(spec, CorpusSpec(str(corpus_folder)), tokens, shard_size=2)
 
 
-def run(config: ScanConfig, path: Path, part: str | None = None) -> CorpusRunResult:
+def of_threads(model: ModelSpec) -> Pool:
+    return open_pool(model, THREADS)
+
+
+def run(config: Scan, path: Path, part: str | None = None, make_pool: PoolFactory = of_threads) -> CorpusRunResult:
     config = dataclasses.replace(config, part=None if part is None else Part.parse(part))
-    return run_scan(config, Run(config.model, Store(path), lambda _: open_pool(config.model, THREADS)))
+    return run_scan(config, Run(config.model, Store(path), make_pool, batch_tokens=150))
 
 
 @pytest.fixture(scope="session")
-def whole(config: ScanConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(config: Scan, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("whole") / "s.duckdb"
     run(config, path)
     return path
 
 
 @pytest.fixture(scope="session")
-def parts(config: ScanConfig, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def parts(config: Scan, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The stores of three parts."""
     folder = tmp_path_factory.mktemp("parts")
     paths = [folder / f"{number}.duckdb" for number in (1, 2, 3)]
@@ -96,7 +101,7 @@ def test_merged_parts_equal_the_undivided_scan(parts: list[Path], whole: Path, t
         assert ours == pytest.approx(theirs)  # the order of a sum's terms may differ
 
 
-def test_a_part_is_no_finished_scan(parts: list[Path], config: ScanConfig, tmp_path: Path) -> None:
+def test_a_part_is_no_finished_scan(parts: list[Path], config: Scan, tmp_path: Path) -> None:
     path = tmp_path / "s.duckdb"
     first = run(config, path, "2/3")
     assert (str(first.part), first.measured > 1) == ("2/3", True)
@@ -105,21 +110,17 @@ def test_a_part_is_no_finished_scan(parts: list[Path], config: ScanConfig, tmp_p
     assert found["total_shards"] > found["finished_shards"] == first.measured
     assert Store(path).query("from head_summary").num_rows == 0
     assert Store(path).query("select distinct shard % 3 as rest from shards")["rest"].to_pylist() == [1]
-    again = run_scan(
-        dataclasses.replace(config, part=Part(2, 3)),
-        Run(config.model, Store(path), lambda _: pytest.fail("a complete part opened a pool")),
-    )
-    assert again.already_done
+    assert run(config, path, "2/3", lambda _: pytest.fail("a complete part opened a pool")).already_done
 
 
-def test_parts_have_the_same_shards_on_any_device(config: ScanConfig, tmp_path: Path) -> None:
+def test_parts_have_the_same_shards_on_any_device(config: Scan, tmp_path: Path) -> None:
     path = tmp_path / "s.duckdb"
     run(dataclasses.replace(config, shard_size=None), path, "1/2")
     [found] = Store(path).runs()
     assert found["config"]["shard_size"] == 16  # an undivided scan would have shards of 64
 
 
-def test_the_rest_of_a_part_completes_the_run(whole: Path, config: ScanConfig, tmp_path: Path) -> None:
+def test_the_rest_of_a_part_completes_the_run(whole: Path, config: Scan, tmp_path: Path) -> None:
     path = tmp_path / "s.duckdb"
     first = run(config, path, "1/2")
     rest = run(config, path)
@@ -127,7 +128,7 @@ def test_the_rest_of_a_part_completes_the_run(whole: Path, config: ScanConfig, t
     assert row_differences(path, whole) == dict.fromkeys(SCAN_TABLES, 0)
 
 
-def test_two_parts_in_one_store_complete_the_run(whole: Path, config: ScanConfig, tmp_path: Path) -> None:
+def test_two_parts_in_one_store_complete_the_run(whole: Path, config: Scan, tmp_path: Path) -> None:
     path = tmp_path / "s.duckdb"
     run(config, path, "2/2")
     assert run(config, path, "1/2").part is None
@@ -136,7 +137,7 @@ def test_two_parts_in_one_store_complete_the_run(whole: Path, config: ScanConfig
 
 
 def test_a_part_continues_a_merge_of_which_no_source_read_all(
-    parts: list[Path], whole: Path, config: ScanConfig, tmp_path: Path
+    parts: list[Path], whole: Path, config: Scan, tmp_path: Path
 ) -> None:
     cut, merged = tmp_path / "cut.duckdb", tmp_path / "merged.duckdb"
     shutil.copy(parts[0], cut)
@@ -149,7 +150,7 @@ def test_a_part_continues_a_merge_of_which_no_source_read_all(
     assert row_differences(merged, whole) == dict.fromkeys(SCAN_TABLES, 0)
 
 
-def test_more_parts_than_shards_are_empty(config: ScanConfig, tmp_path: Path) -> None:
+def test_more_parts_than_shards_are_empty(config: Scan, tmp_path: Path) -> None:
     result = run(config, tmp_path / "s.duckdb", "500/500")
     assert result.measured == 0
     assert Store(tmp_path / "s.duckdb").runs()[0]["status"] == "part"
@@ -270,7 +271,7 @@ def test_stores_are_named_once_and_exist(parts: list[Path], tmp_path: Path) -> N
 
 
 def test_a_killed_part_resumes_and_merges(
-    config: ScanConfig, whole: Path, parts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: Scan, whole: Path, parts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "2.duckdb"
     options = "--max-tokens 40 --mode chunk --min-tokens 5 --limit-sequences 30 --shard-size 2 --batch-tokens 150"

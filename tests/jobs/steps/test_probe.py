@@ -11,16 +11,15 @@ import pytest
 import headscan
 from headscan.catalog import BEHAVIOURS
 from headscan.cli.main import main
-from headscan.cluster.placements import WholePlacement
 from headscan.cluster.pool import Pool, WorkError, open_pool
 from headscan.errors import ModelLoadError, SequenceError, StoreError, UnknownNameError
 from headscan.measure.behaviour_probes import Needle
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
 from headscan.runs.model_identity import identify
-from headscan.runs.run_context import Run
-from headscan.settings.measure_settings import ProbeConfig, ProbeError
-from headscan.steps.run_probe import NEEDLES, ProbeResult, default_lengths, run_probe
+from headscan.runs.run_context import PoolFactory, Run
+from headscan.steps.probe import Probe
+from headscan.steps.run_probe import NEEDLES, ProbeResult, run_probe
 from headscan.store.store import Store
 from headscan.texts import CorpusError, CorpusSpec
 from tests.jobs.cli.test_cli import fails
@@ -31,9 +30,9 @@ REPEATS = ("induction_score", "duplicate_token_score", "previous_token_score")
 
 
 @pytest.fixture
-def config(spec: ModelSpec, corpus_folder: Path) -> ProbeConfig:
+def config(spec: ModelSpec, corpus_folder: Path) -> Probe:
     settings = BehaviourProbe(sequences=2, tokens=10, lengths=(500, 600), depths=(0.0, 0.7))
-    return ProbeConfig(spec, (), CorpusSpec(str(corpus_folder)), settings, batch_tokens=1300)
+    return Probe(spec, (), CorpusSpec(str(corpus_folder)), settings)
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +43,12 @@ def bare_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(config: ProbeConfig, store: Store, placement: WholePlacement = THREADS) -> ProbeResult:
-    with Run(config.model, store, lambda model: open_pool(model, placement)) as of_model:
+def of_threads(model: ModelSpec) -> Pool:
+    return open_pool(model, THREADS)
+
+
+def run(config: Probe, store: Store, make_pool: PoolFactory = of_threads) -> ProbeResult:
+    with Run(config.model, store, make_pool, batch_tokens=1300) as of_model:
         return run_probe(config, of_model)
 
 
@@ -58,7 +61,7 @@ def values(store: Store, run_id: str, name: str) -> np.ndarray:
     return rows[name].to_numpy().reshape(3, 6)
 
 
-def test_rows_equal_the_instruments_scores(config: ProbeConfig, store: Store) -> None:
+def test_rows_equal_the_instruments_scores(config: Probe, store: Store) -> None:
     result = run(config, store)
     assert not result.already_done
 
@@ -82,9 +85,9 @@ def test_rows_equal_the_instruments_scores(config: ProbeConfig, store: Store) ->
     assert row["corpus_hash"].count("-") == 1
 
 
-def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: ProbeConfig, store: Store) -> None:
+def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: Probe, store: Store) -> None:
     first = run(config, store)
-    assert run_probe(config, Run(config.model, store, refuse)) == ProbeResult(first.run_id, True)
+    assert run(config, store, refuse) == ProbeResult(first.run_id, True)
     settings = replace(config.probe, seed=1)
     other = run(replace(config, probe=settings), store)
     assert other.run_id != first.run_id
@@ -93,11 +96,11 @@ def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: Probe
     few = replace(config, behaviours=("induction_score",))
     alone = run(few, store)
     longer = replace(few, probe=replace(config.probe, lengths=(700,)), corpus=CorpusSpec("python-stdlib"))
-    assert run_probe(longer, Run(config.model, store, refuse)) == ProbeResult(alone.run_id, True)
+    assert run(longer, store, refuse) == ProbeResult(alone.run_id, True)
     assert {r["kind"] for r in store.runs()} == {"probe"}
 
 
-def test_a_failed_probe_starts_over(config: ProbeConfig, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_probe_starts_over(config: Probe, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def breaks(*_: object) -> None:
         raise SequenceError("made to fail")
@@ -114,7 +117,7 @@ def test_a_failed_probe_starts_over(config: ProbeConfig, store: Store, monkeypat
 
 
 def test_a_probe_whose_rows_cannot_be_written_has_failed(
-    config: ProbeConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+    config: Probe, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def breaks(*_: object) -> None:
         raise StoreError("made to fail")
@@ -127,9 +130,9 @@ def test_a_probe_whose_rows_cannot_be_written_has_failed(
 
 def test_a_model_without_a_tokenizer_has_the_behaviours_of_random_tokens(bare_folder: Path, store: Store) -> None:
     said: list[str] = []
-    config = ProbeConfig(ModelSpec(str(bare_folder)))
+    config = Probe(ModelSpec(str(bare_folder)))
     identity = identify(config.model, need_tokenizer=False)
-    on_model = Run(config.model, store, lambda model: open_pool(model, THREADS), identity=identity, say=said.append)
+    on_model = Run(config.model, store, of_threads, identity=identity, say=said.append)
     result = run_probe(config, on_model)
     assert "bare-llama has no tokenizer; not measured: retrieval_score" in said
     alone = headscan.probe(headscan.load(bare_folder))
@@ -140,29 +143,26 @@ def test_a_model_without_a_tokenizer_has_the_behaviours_of_random_tokens(bare_fo
         run(replace(config, behaviours=("retrieval_score",)), store)
 
 
-def test_mistakes_are_named_before_a_model_is_loaded(config: ProbeConfig, tmp_path: Path) -> None:
+def test_mistakes_are_named_before_a_model_is_loaded(config: Probe, tmp_path: Path) -> None:
     store = Store(tmp_path / "s.duckdb")
     with pytest.raises(UnknownNameError, match="did you mean retrieval_score"):
         replace(config, behaviours=("retrival_score",))
-    with pytest.raises(ProbeError, match="batch_tokens=0"):
-        replace(config, batch_tokens=0)
     for lengths, message in (((4096,), r"`lengths=4096` .limit 1024 positions"), ((100,), "Raise lengths")):
         with pytest.raises(SequenceError, match=message):
-            run_probe(replace(config, probe=replace(config.probe, lengths=lengths)), Run(config.model, store, refuse))
+            run(replace(config, probe=replace(config.probe, lengths=lengths)), store, refuse)
     short = tmp_path / "short.txt"
     short.write_text("so little")
     with pytest.raises(SequenceError, match="Pass more text, or lower lengths"):
-        run_probe(replace(config, corpus=CorpusSpec(str(short))), Run(config.model, store, refuse))
+        run(replace(config, corpus=CorpusSpec(str(short))), store, refuse)
     with pytest.raises(CorpusError, match="absent"):
-        run_probe(replace(config, corpus=CorpusSpec("./absent.txt")), Run(config.model, store, refuse))
+        run(replace(config, corpus=CorpusSpec("./absent.txt")), store, refuse)
     assert not store.path.exists()
 
 
-def test_lengths_that_the_model_has_room_for(config: ProbeConfig) -> None:
-    identity = identify(config.model)
-    assert default_lengths(identity) == (512, 1024)
-    assert default_lengths(replace(identity, max_tokens=300)) == (300,)
-    assert default_lengths(replace(identity, max_tokens=None)) == (512, 2048)
+def test_lengths_that_the_model_has_room_for() -> None:
+    lengths_within = BehaviourProbe().lengths_within
+    assert [lengths_within(room) for room in (1024, 300, None)] == [(512, 1024), (300,), (512, 2048)]
+    assert BehaviourProbe(lengths=(700, 9000)).lengths_within(1024) == (700, 9000)  # a run refuses the longer one
 
 
 def test_the_command(

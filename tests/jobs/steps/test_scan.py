@@ -13,20 +13,21 @@ import torch
 import headscan
 from headscan.catalog import PROFILES, STATISTICS, panel_names
 from headscan.cli.main import main
-from headscan.cluster.pool import InProcessPool, WorkError, open_pool
+from headscan.cluster.pool import InProcessPool, Pool, WorkError, open_pool
 from headscan.errors import HeadscanError, NotFiniteError, SequenceError, UnknownNameError
 from headscan.model_spec import ModelSpec
 from headscan.ranking.head_ranking import rank_heads
 from headscan.report.write_report import write_report
 from headscan.runs.model_identity import identify
-from headscan.runs.run_context import Run
-from headscan.settings.measure_settings import CorpusRunError, ScanConfig
+from headscan.runs.run_context import PoolFactory, Run
 from headscan.statistics.registry import POSITIONAL
+from headscan.steps.corpus_step import CorpusRunError
 from headscan.steps.run_corpus import CorpusChangedError, CorpusRunResult, shard_size_of
 from headscan.steps.run_scan import MeasureShard, run_scan
+from headscan.steps.scan import Scan
 from headscan.store.store import Store
 from headscan.texts import CorpusSpec, TokenConfig
-from tests.jobs.conftest import THREADS, make_tokenizer, run_on
+from tests.jobs.conftest import THREADS, make_tokenizer
 from tests.jobs.steps.killed_scans import kill_after, stored_shards
 from tests.numbers.all_values import read_sites
 from tests.small_models import make_model
@@ -35,16 +36,20 @@ ROWS = "select * exclude (run_id) from head_statistics order by sequence, layer,
 
 
 @pytest.fixture
-def config(spec: ModelSpec, corpus_folder: Path) -> ScanConfig:
+def config(spec: ModelSpec, corpus_folder: Path) -> Scan:
     tokens = TokenConfig(60, mode="chunk", min_tokens=5)
-    return ScanConfig(spec, CorpusSpec(str(corpus_folder)), tokens, shard_size=3, batch_tokens=150)
+    return Scan(spec, CorpusSpec(str(corpus_folder)), tokens, shard_size=3)
 
 
-def run(config: ScanConfig, store: Store) -> CorpusRunResult:
-    return run_scan(config, Run(config.model, store, lambda _: open_pool(config.model, THREADS)))
+def of_threads(model: ModelSpec) -> Pool:
+    return open_pool(model, THREADS)
 
 
-def test_rows_equal_the_result_of_collect(config: ScanConfig, store: Store) -> None:
+def run(config: Scan, store: Store, make_pool: PoolFactory = of_threads, **options: Any) -> CorpusRunResult:
+    return run_scan(config, Run(config.model, store, make_pool, batch_tokens=150, **options))
+
+
+def test_rows_equal_the_result_of_collect(config: Scan, store: Store) -> None:
     result = run(config, store)
     assert result.measured > 3
     assert result.report is not None
@@ -65,7 +70,7 @@ def test_rows_equal_the_result_of_collect(config: ScanConfig, store: Store) -> N
         )
 
 
-def sequence_ids(config: ScanConfig, store: Store, sequence: dict[str, Any]) -> torch.Tensor:
+def sequence_ids(config: Scan, store: Store, sequence: dict[str, Any]) -> torch.Tensor:
     """Tokens (1, N) of a stored sequence, cut from its document here."""
     text = (Path(config.corpus.name) / Path(sequence["source"]).name).read_text()
     ids = identify(config.model).tokenizer(text)["input_ids"]
@@ -80,7 +85,7 @@ def sequence_ids(config: ScanConfig, store: Store, sequence: dict[str, Any]) -> 
 
 
 @pytest.mark.slow
-def test_a_full_panel_has_every_number_and_profile(config: ScanConfig, store: Store) -> None:
+def test_a_full_panel_has_every_number_and_profile(config: Scan, store: Store) -> None:
     full = run(dataclasses.replace(config, panel="full"), store)
     lm = headscan.load(config.model.source)
     found = store.query("from sequences order by sequence").to_pylist()
@@ -101,10 +106,7 @@ def test_a_full_panel_has_every_number_and_profile(config: ScanConfig, store: St
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-6)
     # Named one by one they are the same run; another panel is another one.
     named = dataclasses.replace(config, statistics=panel_names("full"))
-    assert (
-        run_scan(named, Run(config.model, store, lambda _: pytest.fail("a finished scan opened a pool"))).run_id
-        == full.run_id
-    )
+    assert run(named, store, lambda _: pytest.fail("a finished scan opened a pool")).run_id == full.run_id
     assert run(config, store).run_id != full.run_id
 
 
@@ -114,7 +116,7 @@ def test_every_kind_of_site_is_measured(corpus_folder: Path, store: Store, tmp_p
     make_model("t5", vocabulary=300).save_pretrained(folder)
     make_tokenizer(300).save_pretrained(folder)
     tokens = TokenConfig(60, min_tokens=5)
-    config = ScanConfig(ModelSpec(str(folder)), CorpusSpec(str(corpus_folder)), tokens, "full", batch_tokens=150)
+    config = Scan(ModelSpec(str(folder)), CorpusSpec(str(corpus_folder)), tokens, "full")
     result = run(config, store)
     lm = headscan.load(str(folder))
     assert set(lm.grid.kinds) == {"self", "encoder", "cross"}
@@ -148,7 +150,7 @@ def test_every_kind_of_site_is_measured(corpus_folder: Path, store: Store, tmp_p
     assert {site.site for site in read_sites(store, result.run_id)} == set(by_site)
 
 
-def test_the_run_records_its_settings(config: ScanConfig, store: Store) -> None:
+def test_the_run_records_its_settings(config: Scan, store: Store) -> None:
     result = run(config, store)
     row = store.resolve_run(result.run_id, "scan")
     assert row["status"] == "finished"
@@ -161,12 +163,12 @@ def test_the_run_records_its_settings(config: ScanConfig, store: Store) -> None:
 
 @pytest.mark.parametrize("ahead", [60, 20_000_000])
 def test_cut_documents_are_counted_among_those_that_were_read(
-    config: ScanConfig, store: Store, monkeypatch: pytest.MonkeyPatch, ahead: int
+    config: Scan, store: Store, monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
     monkeypatch.setattr("headscan.steps.run_corpus._READ_AHEAD_TOKENS", ahead)
     said: list[str] = []
     few = dataclasses.replace(config, tokens=TokenConfig(40, min_tokens=5), statistics=("entropy",))
-    result = run_scan(few, Run(few.model, store, lambda _: open_pool(few.model, THREADS), say=said.append))
+    result = run(few, store, say=said.append)
     assert result.report is not None and result.report.documents == 10
     (line,) = [line for line in said if "documents exceed 40 tokens" in line]
     if ahead == 60:  # one shard of 3 documents
@@ -175,9 +177,9 @@ def test_cut_documents_are_counted_among_those_that_were_read(
         assert line.startswith(f"{result.report.truncated} of 10 documents")
 
 
-def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: ScanConfig, store: Store) -> None:
+def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: Scan, store: Store) -> None:
     first = run(config, store)
-    again = run_scan(config, Run(config.model, store, lambda _: pytest.fail("a finished scan opened a pool")))
+    again = run(config, store, lambda _: pytest.fail("a finished scan opened a pool"))
     assert again.already_done
     assert again.run_id == first.run_id
     few = run(dataclasses.replace(config, statistics=("entropy",)), store)
@@ -191,7 +193,7 @@ class Interrupted(Exception):
     pass
 
 
-def test_a_stopped_scan_resumes_where_it_was(config: ScanConfig, tmp_path: Path) -> None:
+def test_a_stopped_scan_resumes_where_it_was(config: Scan, tmp_path: Path) -> None:
     undisturbed, stopped = Store(tmp_path / "a.duckdb"), Store(tmp_path / "b.duckdb")
     whole = run(config, undisturbed)
 
@@ -203,7 +205,7 @@ def test_a_stopped_scan_resumes_where_it_was(config: ScanConfig, tmp_path: Path)
                 yield finished
 
     with pytest.raises(Interrupted):
-        run_scan(config, Run(config.model, stopped, lambda _: DyingPool(config.model, THREADS)))
+        run(config, stopped, lambda model: DyingPool(model, THREADS))
     assert stopped.runs()[0]["finished_shards"] == 2
     resumed = run(config, stopped)
     assert (resumed.measured, resumed.skipped) == (whole.measured - 2, 2)
@@ -237,7 +239,7 @@ def test_a_killed_scan_ends_with_the_rows_of_an_undisturbed_one(
 
 
 def test_a_changed_corpus_is_noticed_on_resume(
-    config: ScanConfig, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Scan, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -255,7 +257,7 @@ def test_a_changed_corpus_is_noticed_on_resume(
     assert store.runs()[0]["finished_shards"] == state.measured
 
 
-def test_what_a_user_can_get_wrong(config: ScanConfig, spec: ModelSpec, tmp_path: Path) -> None:
+def test_what_a_user_can_get_wrong(config: Scan, spec: ModelSpec, tmp_path: Path) -> None:
     store = Store(tmp_path / "s.duckdb")
     with pytest.raises(SequenceError, match=r"max_tokens=5000` .limit 1024 positions"):
         run(dataclasses.replace(config, tokens=TokenConfig(5000)), store)
@@ -272,7 +274,7 @@ def test_what_a_user_can_get_wrong(config: ScanConfig, spec: ModelSpec, tmp_path
     assert not store.path.exists()
 
 
-def broken(config: ScanConfig, value: float) -> InProcessPool:
+def broken(config: Scan, value: float) -> InProcessPool:
     """Return a pool whose model has a non-finite weight in layer 1."""
     pool = InProcessPool(config.model, THREADS)
     with torch.no_grad():
@@ -281,10 +283,10 @@ def broken(config: ScanConfig, value: float) -> InProcessPool:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_number_that_is_not_finite_names_its_sequence(config: ScanConfig, store: Store, value: float) -> None:
+def test_a_number_that_is_not_finite_names_its_sequence(config: Scan, store: Store, value: float) -> None:
     pool = broken(config, value)
     with pytest.raises(WorkError, match=r"shard 0: .*not finite in layer 1, self attention, of sequence") as caught:
-        run_scan(config, run_on(pool, store))
+        run(config, store, lambda _: pool)
     assert isinstance(caught.value.__cause__, NotFiniteError)
     assert re.search(r"of sequence \d+ \(document \d+, .*\d\d\.txt\)", str(caught.value))
     assert "keep_nonfinite=True" in str(caught.value)
@@ -292,10 +294,10 @@ def test_a_number_that_is_not_finite_names_its_sequence(config: ScanConfig, stor
     assert store.query("select count(*) as n from head_statistics").to_pylist() == [{"n": 0}]
 
 
-def test_numbers_that_are_not_finite_are_kept_as_null(config: ScanConfig, store: Store) -> None:
+def test_numbers_that_are_not_finite_are_kept_as_null(config: Scan, store: Store) -> None:
     keeping = dataclasses.replace(config, keep_nonfinite=True, panel="full")
     lines: list[str] = []
-    result = run_scan(keeping, Run(keeping.model, store, lambda _: broken(keeping, float("nan")), say=lines.append))
+    result = run(keeping, store, lambda _: broken(keeping, float("nan")), say=lines.append)
     assert result.report is not None
     # All heads of layer 2, and of layer 1 those whose KV head has the broken value.
     wrong = result.report.sequences * (6 + 3)
@@ -315,11 +317,11 @@ def test_numbers_that_are_not_finite_are_kept_as_null(config: ScanConfig, store:
     message = f"{wrong} rows of head_statistics hold values that came out as NaN or infinite: NULL there"
     assert lines[-1] == message
     lines.clear()
-    closed = Run(config.model, store, lambda _: pytest.fail("a finished scan opened a pool"), say=lines.append)
-    assert run_scan(keeping, closed).already_done and lines == [message]
+    again = run(keeping, store, lambda _: pytest.fail("a finished scan opened a pool"), say=lines.append)
+    assert again.already_done and lines == [message]
 
 
-def test_undefined_statistics_are_not_counted_as_nonfinite(config: ScanConfig, tmp_path: Path) -> None:
+def test_undefined_statistics_are_not_counted_as_nonfinite(config: Scan, tmp_path: Path) -> None:
     """One token has no previous token: NULL, neither an error nor counted."""
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("a")
@@ -338,10 +340,10 @@ def test_undefined_statistics_are_not_counted_as_nonfinite(config: ScanConfig, t
         assert rows[1]["n"] == 18
 
 
-def test_a_shard_takes_about_twenty_seconds_and_keeps_its_size(config: ScanConfig, store: Store) -> None:
+def test_a_shard_takes_about_twenty_seconds_and_keeps_its_size(config: Scan, store: Store) -> None:
     """The size follows from the model; the run records it, and a resumed run keeps it."""
     chosen = dataclasses.replace(config, shard_size=None)
-    open_run = Run(config.model, store, lambda _: open_pool(config.model, THREADS))
+    open_run = Run(config.model, store, of_threads)
     small = shard_size_of(open_run, "scan", "absent", None, 60, 1.5)
     assert small == 64
     assert 1 <= shard_size_of(open_run, "scan", "absent", None, 60, 1e6) < small

@@ -18,8 +18,8 @@ from headscan.cli.main import main
 from headscan.cluster.pool import IncompleteError, InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.runs.run_context import Run
-from headscan.settings.measure_settings import ScanConfig
 from headscan.steps.run_scan import run_scan
+from headscan.steps.scan import Scan
 from headscan.store.store import Store
 from headscan.texts import CorpusSpec, TokenConfig
 from tests.jobs.conftest import THREADS
@@ -67,7 +67,7 @@ def run(command: list[str], store: Path, **options: Any) -> subprocess.Completed
 def test_shards_that_are_given_up_are_named_and_tried_again(
     spec: ModelSpec, corpus_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = ScanConfig(spec, CorpusSpec(str(corpus_folder)), TokenConfig(60), shard_size=2, batch_tokens=150)
+    config = Scan(spec, CorpusSpec(str(corpus_folder)), TokenConfig(60), shard_size=2)
     lossy, whole = Store(tmp_path / "lossy.duckdb"), Store(tmp_path / "whole.duckdb")
     with pytest.raises(IncompleteError, match=r"^shard 1, shard 4: 3 workers failed on it"):
         run_scan(config, Run(spec, lossy, lambda _: LosingPool(spec, THREADS)))
