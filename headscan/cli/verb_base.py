@@ -16,7 +16,7 @@ from headscan.cluster.placement_base import PlacementRequest, Timeouts, ray_addr
 from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
 from headscan.options import LOCK_TIMEOUT, LONGEST_WAIT, Group, Option
-from headscan.settings.corpus_settings import CorpusSpec, ExamplesSpec
+from headscan.settings.corpus_settings import DEMO_CORPUS, CorpusSpec, ExamplesSpec
 from headscan.settings.evaluation_settings import RESUME_ANYWAY
 from headscan.steps.results import Json, Result, run_line
 from headscan.steps.step import Step
@@ -149,6 +149,8 @@ class StepVerb:
         with tempfile.TemporaryDirectory() as scratch:
             if step.model is not None and step.model.is_demo:
                 step = step.for_demo(Path(scratch))
+                if getattr(step, "corpus", None) == CorpusSpec(DEMO_CORPUS):
+                    say(f"corpus: {DEMO_CORPUS}")
             result = step.run(None if self.store is None else self.store.path, **options)
         return step.shown(result, store)
 

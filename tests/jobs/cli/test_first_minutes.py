@@ -80,7 +80,7 @@ def test_errors_are_short(command: list[str], message: str, capsys: pytest.Captu
 def test_heads_are_separated_by_commas_or_spaces() -> None:
     needed = ["evaluate", "demo", "--tasks", "x", "--heads"]
     for words in (["3:5,7:0"], ["3:5", "7:0"]):
-        assert read_command([*needed, *words]).chosen().heads == ((3, 5), (7, 0))
+        assert read_command([*needed, *words]).step.arms.heads == ((3, 5), (7, 0))
 
 
 def test_an_interrupt_stops_a_long_query(scan: tuple[Store, str]) -> None:
@@ -237,9 +237,9 @@ def test_the_demo_needs_no_texts_and_no_tasks(command: str) -> None:
 
 
 def test_tasks_are_required_for_other_models() -> None:
-    for verb in ("evaluate", "sweep"):
-        with pytest.raises(UsageError, match="--tasks is required"):
-            read_command([verb, "my/model"])
+    with pytest.raises(UsageError, match="--tasks is required"):
+        read_command(["sweep", "my/model"])
+    assert read_command(["evaluate", "my/model", "--held-out", "texts/"]).step.tasks.names == ()
     with pytest.raises(UsageError, match="--include-path has no effect without --tasks"):
         read_command(["evaluate", "demo", "--include-path", "tasks/"])
 
