@@ -284,7 +284,7 @@ def test_the_command_writes_a_plan_and_keeps_the_damages(tmp_path: Path, capsys:
         ("plan --sequences 64", "--sequences has no effect on --method distant_mass"),
         ("plan --no-confirm --method retrieval_score", "--no-confirm has no effect on --method retrieval_score"),
         ("plan --seed 0", "--seed has no effect on --method distant_mass (only on measured, random)"),
-        ("plan --dtype float32", "--dtype has no effect without MODEL: leave it out"),
+        ("plan --dtype float32", "--dtype has no effect on --method distant_mass"),
         ("plan --device cpu --method random", "--device has no effect on --method random"),
         ("plan demo --method measured --corpus x --run abc", "--run has no effect on --method measured"),
         ("plan demo --method measured --corpus x --inverted", "--inverted has no effect on --method measured"),
