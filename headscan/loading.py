@@ -109,11 +109,11 @@ def load_spec(spec: ModelSpec, device: str | Sharding, tokenizer: PreTrainedToke
     """Load a model; see `load`."""
     check_device(device)
     config = spec.config()
-    _warn_of_ignored_windows(config, spec.source)
+    _warn_of_ignored_windows(config, spec.folder)
     model = read_model(spec, config, _device_map(device, config, spec))
     _unpack_weights(model)
     tokenizer = spec.tokenizer() if tokenizer is None else tokenizer
-    return LoadedModel(model, tokenizer, discover(model), spec.source, commit_of(spec.source, spec.revision))
+    return LoadedModel(model, tokenizer, discover(model), spec.folder, commit_of(spec.folder, spec.revision))
 
 
 def _warn_of_ignored_windows(config: PreTrainedConfig, source: str) -> None:
@@ -186,7 +186,7 @@ def read_model(spec: ModelSpec, config: PreTrainedConfig, device_map: str | dict
     """Read the model for `load`, before its heads are discovered. With ``meta`` in accelerate's device map only the
     headers of the checkpoint's files are read: the model has no weights, and missing tensors are still an error.
     """
-    source = spec.source
+    source = spec.folder
     auto = auto_class(config, source, spec.trust_remote_code)
     # transformers writes tensors here that it cannot read from the checkpoint without conversion.
     to_disk = isinstance(device_map, dict) and "disk" in device_map.values()
@@ -281,14 +281,14 @@ def _unused(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
 
 def empty_model(spec: ModelSpec, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model of `load` on the meta device, without weights."""
-    auto = auto_class(config, spec.source, spec.trust_remote_code)
+    auto = auto_class(config, spec.folder, spec.trust_remote_code)
     try:
         with torch.device("meta"):
             model: PreTrainedModel = auto.from_config(
                 copy.deepcopy(config), dtype=dtype, trust_remote_code=spec.trust_remote_code
             )
     except Exception as problem:
-        raise ModelLoadError(why_not(spec.source, problem)) from problem
+        raise ModelLoadError(why_not(spec.folder, problem)) from problem
     return model.eval()
 
 

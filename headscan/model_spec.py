@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated
 
-from headscan.checkpoints.source_folder import DEMO_FOLDER, check_folder, locate
+from headscan.checkpoints.source_folder import DEMO_FOLDER, DEMO_MODEL, check_folder, locate
 from headscan.errors import ModelLoadError
 from headscan.options import Option, check_limits
 
@@ -19,7 +20,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The arguments of `headscan.load`, except for the device; ``demo`` becomes the folder of the bundled model."""
+    """The arguments of `headscan.load`, except for the device."""
 
     source: Annotated[
         str,
@@ -39,12 +40,17 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         check_limits(self, ModelLoadError)
-        object.__setattr__(self, "source", locate(os.fspath(self.source)))
+        object.__setattr__(self, "source", os.fspath(self.source))
+
+    @cached_property
+    def folder(self) -> str:
+        """The folder, or the name on the hub, that is loaded; a file is converted first (`locate`)."""
+        return locate(self.source)
 
     @property
     def is_demo(self) -> bool:
         """True for the bundled model."""
-        return self.source == str(DEMO_FOLDER)
+        return self.source in (DEMO_MODEL, str(DEMO_FOLDER)) and self.folder == str(DEMO_FOLDER)
 
     def in_full_precision(self) -> ModelSpec:
         """Return the model; the bundled one in float32, because half precision is slower on most CPUs, and rounds
@@ -56,10 +62,10 @@ class ModelSpec:
         """Load the configuration, without the weights."""
         from headscan.checkpoints.sources import load_config
 
-        return load_config(self.source, self.revision, self.trust_remote_code)
+        return load_config(self.folder, self.revision, self.trust_remote_code)
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """Load the tokenizer; None if the model has none."""
         from headscan.checkpoints.sources import load_tokenizer
 
-        return load_tokenizer(self.source, self.revision, self.trust_remote_code)
+        return load_tokenizer(self.folder, self.revision, self.trust_remote_code)

@@ -380,20 +380,6 @@ def locate(source: str) -> str:
     return source
 
 
-def portable_source(source: str) -> str:
-    """Return the name of a model that headscan or a package holds, whose folder differs between installations; others
-    stay as they are.
-    """
-    path = Path(source)
-    if path == DEMO_FOLDER:
-        return DEMO_MODEL
-    file = _installed_file() if path.parent.parent == _cache() / "gguf" else None
-    # The names are compared first, because `gguf_folder` may convert the file.
-    if file is not None and path.name.startswith(file.stem) and path == gguf_folder(file):
-        return SMOLLM2
-    return source
-
-
 def check_folder(source: str) -> str:
     """Return a source; raise if it is a path without a model. Names on the hub are checked when they load."""
     folder = Path(source)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from headscan.checkpoints.source_folder import portable_source
 from headscan.cli.verb_base import quiet_libraries
 from headscan.cluster.placement_base import device_name
 from headscan.model_spec import ModelSpec
@@ -41,10 +40,7 @@ class Models:
         quiet_libraries()
         rows = _known() if self.model is None else _sites(load_spec(self.model, self.device))
         held = None if self.model is not None else sum(row["fast"] != "refused" for row in rows)
-        facts = {
-            "model": None if self.model is None else portable_source(self.model.source),
-            "transformers": transformers.__version__,
-        }
+        facts = {"model": None if self.model is None else self.model.source, "transformers": transformers.__version__}
         return Result(rows, lambda: _models_text(rows, held), facts)
 
 

@@ -124,7 +124,7 @@ def _vllm(config: ExportConfig, store: Store | None) -> Exported:
     from headscan.store.output_files import write_text
 
     assert config.model is not None
-    model, source = config.model.config(), config.model.source
+    model, source = config.model.config(), config.model.folder
     overrides, is_decilm = vllm_overrides(_plan(config), model, source)
     path = str(write_text(config.out, json.dumps(overrides, separators=(",", ":")) + "\n"))
     windows = overrides["head_plan"]["windows"]

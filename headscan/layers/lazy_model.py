@@ -148,7 +148,7 @@ class LazyModel:
     """
 
     def __init__(self, spec: ModelSpec, device: str) -> None:
-        self.source = spec.source
+        self.source = spec.folder
         check_device(device)
         self.device = torch.device(device)
         config = spec.config()

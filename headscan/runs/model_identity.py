@@ -78,19 +78,19 @@ def identify(spec: ModelSpec, *, need_tokenizer: bool = True) -> ModelIdentity:
     config = spec.config()
     tokenizer = spec.tokenizer()
     if tokenizer is None and need_tokenizer:
-        raise _no_tokenizer(spec.source)
-    folder = Path(spec.source)
+        raise _no_tokenizer(spec.folder)
+    folder = Path(spec.folder)
     revision = None if folder.is_dir() else getattr(config, "_commit_hash", None) or spec.revision
     return ModelIdentity(
-        name=folder.resolve().name if folder.is_dir() else spec.source,
+        name=folder.resolve().name if folder.is_dir() else spec.folder,
         revision=revision,
         config_hash=config_hash(config),
-        weights_hash=weights_hash(spec.source),
+        weights_hash=weights_hash(spec.folder),
         tokenizer_hash=None if tokenizer is None else _tokenizer_hash(tokenizer),
         max_tokens=max_tokens(config),
         rope_lengths=RopeLengths.of(config),
         found_tokenizer=tokenizer,
-        code_files_hash=code_files_hash(config, spec.source, revision) if spec.trust_remote_code else None,
+        code_files_hash=code_files_hash(config, spec.folder, revision) if spec.trust_remote_code else None,
     )
 
 

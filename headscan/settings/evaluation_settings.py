@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -295,7 +296,7 @@ class ChosenArms:
     Attributes:
         criterion: Criterion whose order gives a mask of ``share`` heads, and a rule if ``rule``. None gives neither, or
             becomes `COMMON_SCORE` with ``share``, ``rule`` or ``run_id``.
-        plans: Plans of the KV cache or their files, each evaluated in all ``plan_modes``; files are read at once.
+        plans: Plans of the KV cache or their files, each evaluated in all ``plan_modes``.
 
     Raises:
         HeadIndexError: One of ``heads`` is no pair of indices.
@@ -333,7 +334,7 @@ class ChosenArms:
         False
     )
     plans: Annotated[
-        tuple["HeadPlan", ...],  # noqa: UP037 (the parser evaluates this hint without importing plans)
+        tuple[Any, ...],
         Option(
             "comma-separated files of KV-cache plans, from `headscan plan` (default: none)",
             flag="--plan",
@@ -378,13 +379,10 @@ class ChosenArms:
         check_limits(self, InterventionError)
         object.__setattr__(self, "models", tuple(map(os.fspath, self.models)))
         check_pairs(self.heads)
-        if self.plans:
-            from headscan.plans import check_is_plan, load_plan
+        if objects := [plan for plan in self.plans if not isinstance(plan, str | os.PathLike)]:
+            from headscan.plans import check_is_plan
 
-            given: tuple[Any, ...] = self.plans  # plans, or paths of plan files
-            plans = (load_plan(os.fspath(plan)) if isinstance(plan, str | os.PathLike) else plan for plan in given)
-            object.__setattr__(self, "plans", tuple(plans))
-            for plan in self.plans:
+            for plan in objects:
                 check_is_plan(plan)
         if not self.plan_modes:
             raise InterventionError("`plan_modes` is empty (limit 1 mode). Set `plan_modes`")
@@ -410,6 +408,14 @@ class ChosenArms:
                 f"`{needing}` needs a score of each input, which `criterion={self.criterion}` is not. Choose another"
                 " `criterion`"
             )
+
+    @cached_property
+    def head_plans(self) -> tuple[HeadPlan, ...]:
+        """The plans, whose files are read once."""
+        from headscan.plans import load_plan
+
+        given: tuple[Any, ...] = self.plans
+        return tuple(load_plan(os.fspath(plan)) if isinstance(plan, str | os.PathLike) else plan for plan in given)
 
 
 #: Words that stand for several scores.

@@ -452,7 +452,7 @@ def model_sizes(spec: ModelSpec, tokens: int = _TOKENS) -> ModelSizes:
     """
     asked = check_dtype(spec.dtype)
     config = spec.config()
-    saved = read_headers(spec.source, spec.revision)
+    saved = read_headers(spec.folder, spec.revision)
     wanted = asked if isinstance(asked, torch.dtype) else saved_dtype(config, saved)
     model = empty_model(spec, config, wanted)
     layout = find_layout(model)
@@ -465,7 +465,7 @@ def model_sizes(spec: ModelSpec, tokens: int = _TOKENS) -> ModelSizes:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     ran, cache = _ran(model, layout, tokens)
     return ModelSizes(
-        name=spec.source,
+        name=spec.folder,
         parameters=parameters,
         embedding=parts["embedding"],
         blocks=tuple(parts[index] for index in range(len(layout.blocks))),

@@ -94,6 +94,7 @@ class Evaluate(QuestionStep["Verdict"]):
         from headscan.models.model_facts import check_bounds
 
         if isinstance(self.arms, ChosenArms):
+            self.arms.head_plans  # noqa: B018  # reads the files
             if self.arms.mask or self.arms.criterion:
                 store.runs()  # raises if there is none
             if self.arms.heads:

@@ -27,9 +27,9 @@ def evaluate_chosen(config: Evaluate, run: Run, chosen: ChosenArms) -> str:
     )
     specs = [replace(config.model, source=source, revision=None) for source in dict.fromkeys(chosen.models)]
     models = [model_arm(spec, identify(spec), run.identity) for spec in specs]
-    for plan in chosen.plans:
+    for plan in chosen.head_plans:
         check_plan(plan, run)
-    plans = [arm for plan in chosen.plans for arm in plan_arms(plan, chosen.plan_modes, chosen.controls)]
+    plans = [arm for plan in chosen.head_plans for arm in plan_arms(plan, chosen.plan_modes, chosen.controls)]
     questions = Questions(config.tasks, config.recall, run.identity, config.text)
     replacement = collect_replacement(chosen.replacement, run, questions.longest_input())
     shares = [] if chosen.share is None else [chosen.share]

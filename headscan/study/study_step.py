@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Unpack
 
 from headscan.catalog import CRITERIA, DEFAULT_SINK, IMPORTANCES, RECALL_NAMES, SCORES
-from headscan.checkpoints.source_folder import portable_source
 from headscan.errors import HeadscanError
 from headscan.options import Group, Option, check_limits
 from headscan.settings.corpus_settings import DEMO_CORPUS, SHORTEST, CorpusSpec
@@ -232,13 +231,12 @@ def read_study(path: str | Path) -> Study:
 
 
 def write_study(path: Path, config: Study) -> None:
-    """Write settings to a YAML file that `read_study` reads, in another installation, too."""
+    """Write settings to a YAML file that `read_study` reads."""
     import yaml
 
     from headscan.store.output_files import write_text
 
     settings = plain(config)
-    settings["model"]["source"] = portable_source(config.model.source)
     write_text(path, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 

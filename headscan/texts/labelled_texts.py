@@ -314,7 +314,7 @@ def answers_of(spec: ModelSpec) -> Answers:
         return Answers.CLASS
     saved = ", ".join(config.architectures or ()) or config.model_type
     raise UnsupportedModelError(
-        f"{spec.source} is a {saved}, which has no loss on labels. Load an encoder with a classification head or an "
+        f"{spec.folder} is a {saved}, which has no loss on labels. Load an encoder with a classification head or an "
         "encoder-decoder that writes text, or measure it on a text with `corpus`"
     )
 

@@ -68,10 +68,10 @@ def form_sizes(folder: str | os.PathLike[str], cost: ModelCost) -> tuple[FormSiz
     heads = (cost.query_heads, cost.kv_heads, kv_bytes)
     own = FormSize("headscan", config.model_type, *heads, cost.parameters, cost.weight_bytes)
     forms = sorted(each.form for each in EXPORT_FORMATS.values() if each.form is not None)
-    if obstacle(config, spec.source) is not None:
+    if obstacle(config, spec.folder) is not None:
         return own, *(FormSize(form.name) for form in forms)
     # Exporters read the heads from the model; a grid would need weights.
-    empty = LoadedModel(empty_model(spec, config, dtype), None, HeadGrid((), 0, ""), spec.source)
+    empty = LoadedModel(empty_model(spec, config, dtype), None, HeadGrid((), 0, ""), spec.folder)
     served = ServableModel(empty, "serving engines")
     sizes = [own]
     for form in forms:

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 import headscan
 from headscan.checkpoints.headers import weights_hash
-from headscan.checkpoints.source_folder import DEMO_FOLDER, locate, portable_source
+from headscan.checkpoints.source_folder import DEMO_FOLDER, locate
 from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
 from headscan.runs.model_identity import identify
@@ -177,9 +177,9 @@ def test_bundled_models_have_names_that_hold_in_every_installation(
     monkeypatch.syspath_prepend(package.parent)
     other = _write(tmp_path / "other.gguf", _model())
     assert locate("smollm2") == locate(str(packaged)) != "smollm2"
-    assert portable_source(locate("smollm2")) == "smollm2" and portable_source(str(DEMO_FOLDER)) == "demo"
-    for source in (locate(str(other)), "org/model", str(tmp_path)):
-        assert portable_source(source) == source
+    assert ModelSpec("smollm2").folder == ModelSpec(str(packaged)).folder != ModelSpec(str(other)).folder
+    assert (ModelSpec("smollm2").source, ModelSpec("demo").source) == ("smollm2", "demo")
+    assert ModelSpec("demo").is_demo and ModelSpec(str(DEMO_FOLDER)).is_demo and not ModelSpec("smollm2").is_demo
 
 
 def test_damaged_and_missing_files_give_one_line(tmp_path: Path) -> None:
