@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from headscan.options import Group, Needs, Option
 from headscan.settings.corpus_settings import CorpusSpec
-from headscan.settings.evaluation_settings import LOSS_LIMITS, ChosenArms, LossTexts
+from headscan.settings.evaluation_settings import LOSS_LIMITS, ChosenArms, HarnessError, LossTexts
 from headscan.steps.question_step import QuestionStep
 from headscan.steps.results import Result, arm_row
 from headscan.store.verdict_limits import MAX_LOSS
 
 if TYPE_CHECKING:
+    from headscan.runs.model_identity import ModelIdentity
     from headscan.runs.run_context import Run
     from headscan.store.store import Store
     from headscan.verdicts.judge import Verdict
@@ -68,6 +69,12 @@ class Evaluate(QuestionStep["Verdict"]):
             object.__setattr__(self, "arms", replace(self.arms, replacement=replacement))
         if self.held_out is None:
             self.check_max_loss()
+        elif self.text is not None:
+            raise HarnessError("`text` and `held_out` are two texts (limit 1). Leave one of them out")
+
+    def longest(self, identity: ModelIdentity) -> int:
+        held_out = 0 if self.held_out is None else self.held_out.longest(identity)
+        return max(super().longest(identity), held_out)
 
     def execute(self, run: Run) -> Verdict:
         from headscan.engine.arms import BASELINE
@@ -83,7 +90,7 @@ class Evaluate(QuestionStep["Verdict"]):
             text = HeldOutText.of_corpus(
                 texts.corpus, run.model, sequences=texts.sequences, max_tokens=texts.max_tokens, identity=run.identity
             )
-            step = replace(self, text=text)
+            step = replace(self, text=text, held_out=None)
         if isinstance(self.arms, ChosenArms):
             run_id = evaluate_chosen(step, run, self.arms)
         else:
