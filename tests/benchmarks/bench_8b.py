@@ -46,12 +46,12 @@ from headscan.pruning.calibration import Calibration
 from headscan.pruning.damage_curve import best_subsets, layer_moments
 from headscan.pruning.edited_model import read_weight
 from headscan.pruning.head_selection import HeadSelection
-from headscan.pruning.selection_settings import SelectionConfig
 from headscan.pruning.repair import RepairConfig, repair
+from headscan.pruning.selection_settings import SelectionConfig
 from headscan.runs.progress import time_text
 from headscan.settings.corpus_settings import CorpusSpec
 from headscan.store.verdict_limits import QUESTIONS_PER_TEXT
-from headscan.study.study_config import LONGEST_STUDY_TEXT, StudyConfig
+from headscan.study.study_step import LONGEST_STUDY_TEXT, Study
 from headscan.study.study_time import CHANGED, PassCosts, QuestionCosts, TimedPass, decided, study_seconds, time_pass
 from headscan.texts.prefix_tree import tokens_read_once
 from headscan.verdicts.paired import enough_questions
@@ -550,7 +550,7 @@ def hours_rows(speed: float, measured: Mapping[str, float], card: str) -> Iterat
         measured: Costs by their names in `PassCosts`; the arithmetic's own are kept for the others.
     """
     requests = made_requests(1, 57)
-    config = StudyConfig(ModelSpec("8B"), CorpusSpec("texts/"), max_tokens=LONGEST_STUDY_TEXT)
+    config = Study(ModelSpec("8B"), CorpusSpec("texts/"), max_tokens=LONGEST_STUDY_TEXT)
     enough = enough_questions(CHANGED, config.kind_count)
     costs = QuestionCosts(
         tokens=tokens_read_once(request.ids for request in requests) / 57,

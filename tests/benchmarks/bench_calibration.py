@@ -30,8 +30,8 @@ from headscan.models.token_batches import pad
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import NO_EDITS, Edits, edited, logits
 from headscan.pruning.head_selection import HeadSelection
-from headscan.pruning.selection_settings import SelectionConfig
 from headscan.pruning.repair import RepairConfig, repair
+from headscan.pruning.selection_settings import SelectionConfig
 from headscan.runs.model_identity import identify
 from headscan.steps.prune.calibration_texts import CalibrationPrompts
 from headscan.steps.prune.held_out_losses import as_calibration

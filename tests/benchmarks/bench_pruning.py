@@ -31,9 +31,9 @@ from headscan.grid import Head
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import NO_EDITS, Edits, edited
 from headscan.pruning.head_selection import HeadSelection
-from headscan.pruning.selection_settings import SelectionConfig
 from headscan.pruning.head_values import head_values, ranked
 from headscan.pruning.repair import DistillConfig, RepairConfig, distill, repair
+from headscan.pruning.selection_settings import SelectionConfig
 from headscan.settings.saving_settings import REPAIRS
 from headscan.texts.sequences import spread
 from headscan.texts.stdlib_files import held_out_files, seen_modules

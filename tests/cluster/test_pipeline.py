@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headscan import jobs
+import headscan
 from headscan.cluster.placement_base import PlacementError
 from headscan.cluster.placements import PipelinePlacement, WholePlacement
 from headscan.cluster.pool import InProcessPool, StagingError, WorkError, open_pool
@@ -76,16 +76,16 @@ def test_a_pipeline_gives_what_one_process_gives(family: str, stages: int, saved
 
 
 @pytest.mark.slow
-def test_a_job_of_python_runs_on_a_cluster(two_nodes: Any, tmp_path: Path) -> None:
+def test_a_step_of_python_runs_on_a_cluster(two_nodes: Any, tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "one.txt").write_text("def twice(number):\n    return 2 * number\n" * 20)
     lines = list[str]()
-    found = jobs.scan(
-        jobs.ScanConfig(jobs.ModelSpec("demo"), jobs.CorpusSpec(str(tmp_path / "texts")), jobs.TokenConfig(64)),
+    texts = headscan.CorpusSpec(str(tmp_path / "texts"))
+    found = headscan.Scan(headscan.ModelSpec("demo"), texts, headscan.TokenConfig(64)).run(
         tmp_path / "s.duckdb",
-        devices=jobs.PlacementRequest(device="cpu", replicas=1),
+        devices=headscan.PlacementRequest(device="cpu", replicas=1),
         ray_address=two_nodes.address,
-        timeouts=jobs.Timeouts(start=120),
+        timeouts=headscan.Timeouts(start=120),
         say=lines.append,
     )
     (run,) = Store(tmp_path / "s.duckdb").runs()

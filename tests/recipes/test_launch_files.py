@@ -17,7 +17,7 @@ import yaml
 
 from headscan.cli.main import read_command
 from headscan.demo import MODEL_FOLDER
-from headscan.settings.measure_settings import Part
+from headscan.steps.scan import Part
 from tests.sources import ROOT
 
 FOLDER = ROOT / "cluster"
@@ -70,6 +70,11 @@ def only(name: str, ran: list[list[str]]) -> list[str]:
     return found
 
 
+def paths_of(scan: Any) -> tuple[str, str, str]:
+    """Return model, corpus and store of a scan's command."""
+    return scan.step.model.source, scan.step.corpus.name, scan.store.path
+
+
 def test_every_file_is_tested() -> None:
     assert {path.name for path in FOLDER.iterdir()} == {*SCRIPTS, "kuberay.yaml", "README.md"}
 
@@ -92,7 +97,7 @@ def test_slurm_starts_ray_on_each_node_and_scans(commands: Path) -> None:
     given = variables("slurm.sh")
     ran = run(FOLDER / "slurm.sh", commands, SLURM_JOB_NODELIST="node[1-2]")
     scan = read_command(only("headscan", ran))
-    assert (scan.model, scan.corpus.name, scan.store.path) == (given["MODEL"], given["CORPUS"], given["STORE"])
+    assert paths_of(scan) == (given["MODEL"], given["CORPUS"], given["STORE"])
     assert scan.devices.ray_address == "node1:6379"
     started = sorted(words for command, *words in ran if command == "ray")
     assert started == [["start", "--address=node1:6379", "--block"], ["start", "--head", "--port=6379", "--block"]]
@@ -119,8 +124,8 @@ def test_an_array_submits_itself_scans_parts_and_merges(commands: Path) -> None:
     stores = []
     for number in range(1, parts + 1):
         scan = read_command(only("headscan", run(script, commands, SLURM_ARRAY_TASK_ID=str(number))))
-        assert (scan.model, scan.corpus.name) == (given["MODEL"], given["CORPUS"])
-        assert scan.settings.values["part"] == Part(number, parts)
+        assert paths_of(scan)[:2] == (given["MODEL"], given["CORPUS"])
+        assert scan.step.part == Part(number, parts)
         stores.append(scan.store.path)
         (commands.parent / scan.store.path).touch()
     wrapped = commands.parent / "wrapped.sh"
@@ -138,7 +143,7 @@ def test_machines_without_a_scheduler_start_ray_scan_and_stop(token: str, comman
     script.write_text(re.sub(r"(?m)^TOKEN_FILE=", f"TOKEN_FILE={token} ", text))
     ran = run(script, commands)
     scan = read_command(only("headscan", ran))
-    assert (scan.model, scan.store.path) == (given["MODEL"], given["STORE"])
+    assert paths_of(scan)[::2] == (given["MODEL"], given["STORE"])
     assert scan.devices.ray_address == f"{given['FIRST']}:6379"
     others = shlex.split((re.search(r'(?m)^OTHERS="(.*)"', text) or [""])[1])
     assert [words[0] for command, *words in ran if command == "ssh"] == others * 2
@@ -180,6 +185,6 @@ def test_kuberay_runs_a_command_on_pods_that_share_image_and_volume(tmp_path: Pa
         assert container["image"] == "registry.example/headscan"
         [mount], [volume] = container["volumeMounts"], pod["volumes"]
         assert mount["name"] == volume["name"]
-        for path in (scan.model, scan.corpus.name, scan.store.path):
+        for path in paths_of(scan):
             assert path.startswith(f"{mount['mountPath']}/")
     assert pods[1]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] > 0

@@ -18,10 +18,11 @@ from headscan.errors import HeadIndexError, HeadscanError, InterventionError, St
 from headscan.model_spec import ModelSpec
 from headscan.runs.head_orders import find_run
 from headscan.runs.model_identity import identify
-from headscan.settings.evaluation_settings import EvaluateConfig, HarnessError, TaskConfig
-from headscan.settings.measure_settings import ScanConfig
+from headscan.settings.evaluation_settings import HarnessError, TaskConfig
+from headscan.steps.evaluate import Evaluate
 from headscan.steps.run_evaluation import run_evaluation
 from headscan.steps.run_scan import run_scan
+from headscan.steps.scan import Scan
 from headscan.store.records import ArmKind
 from headscan.store.store import Store
 from headscan.texts import CorpusSpec, TokenConfig
@@ -121,7 +122,7 @@ def test_an_evaluation_stores_answers_and_resumes(
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    config = EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(task_folder)), recall=None)
+    config = Evaluate(spec, TaskConfig(("counting",), include_path=str(task_folder)), recall=None)
     store = Store(tmp_path / "s.duckdb")
     mask = mask_arm([(1, 2), (0, 0)])
     said: list[str] = []
@@ -161,7 +162,7 @@ def test_arms_are_chosen_from_a_scan_of_this_model(
     spec: ModelSpec, pool: InProcessPool, corpus_folder: Path, tmp_path: Path
 ) -> None:
     store = Store(tmp_path / "s.duckdb")
-    config = ScanConfig(spec, CorpusSpec(str(corpus_folder)), TokenConfig(64))
+    config = Scan(spec, CorpusSpec(str(corpus_folder)), TokenConfig(64))
     scanned = run_scan(config, run_on(pool, store))
     identity = identify(spec)
     assert find_run(store, identity, "output_norm_ln", None) == scanned.run_id
@@ -194,20 +195,18 @@ def test_arms_are_chosen_from_a_scan_of_this_model(
 
 def test_what_a_user_can_get_wrong(spec: ModelSpec, pool: InProcessPool, task_folder: Path, tmp_path: Path) -> None:
     store = Store(tmp_path / "s.duckdb")
-    config = EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(task_folder)), recall=None)
+    config = Evaluate(spec, TaskConfig(("counting",), include_path=str(task_folder)), recall=None)
     with pytest.raises(HeadIndexError, match="layer 7 has no attention heads"):
         run_evaluation(config, run_on(pool, store), [BASELINE, mask_arm([(7, 0)])])
     assert not store.path.exists()
     with pytest.raises(HarnessError, match="did you mean counting"):
         run_evaluation(
-            EvaluateConfig(spec, TaskConfig(("countin",), include_path=str(task_folder))),
-            run_on(pool, store),
-            [BASELINE],
+            Evaluate(spec, TaskConfig(("countin",), include_path=str(task_folder))), run_on(pool, store), [BASELINE]
         )
     with pytest.raises(HarnessError, match="is no folder"):
         TaskConfig(("counting",), include_path=str(tmp_path / "absent"))
     with pytest.raises(HarnessError, match="no tasks"):
-        run_evaluation(EvaluateConfig(spec, TaskConfig()), run_on(pool, store), [BASELINE])
+        run_evaluation(Evaluate(spec, TaskConfig()), run_on(pool, store), [BASELINE])
     with pytest.raises(InterventionError, match="empty mask"):
         mask_arm([])
     with pytest.raises(HeadscanError, match="limit=0"):

@@ -13,7 +13,6 @@ import torch
 
 import headscan
 from headscan.cli.main import main
-from headscan.cluster.placements import WholePlacement
 from headscan.cluster.pool import Pool, WorkError, open_pool
 from headscan.engine.arms import criterion_masks
 from headscan.errors import InterventionError, SelectionError, SequenceError, UnknownNameError
@@ -22,9 +21,10 @@ from headscan.model_spec import ModelSpec
 from headscan.ranking.head_ranking import rank_importance
 from headscan.runs.head_orders import find_run, stored_orders
 from headscan.runs.model_identity import identify
-from headscan.runs.run_context import Run
-from headscan.settings.measure_settings import CorpusRunError, ImportanceConfig
+from headscan.runs.run_context import PoolFactory, Run
 from headscan.steps import run_importance as importance_task
+from headscan.steps.corpus_step import CorpusRunError
+from headscan.steps.importance import Importance
 from headscan.steps.run_corpus import CorpusRunResult
 from headscan.steps.run_importance import run_importance
 from headscan.store.store import Store
@@ -35,13 +35,17 @@ from tests.small_models import make_model
 
 
 @pytest.fixture
-def config(spec: ModelSpec, corpus_folder: Path) -> ImportanceConfig:
+def config(spec: ModelSpec, corpus_folder: Path) -> Importance:
     plan = TokenConfig(40, mode="chunk", limit_sequences=12)
-    return ImportanceConfig(spec, CorpusSpec(str(corpus_folder)), plan, shard_size=6, batch_tokens=200)
+    return Importance(spec, CorpusSpec(str(corpus_folder)), plan, shard_size=6)
 
 
-def run(config: ImportanceConfig, store: Store, placement: WholePlacement = THREADS) -> CorpusRunResult:
-    with Run(config.model, store, lambda model: open_pool(model, placement)) as of_model:
+def of_threads(model: ModelSpec) -> Pool:
+    return open_pool(model, THREADS)
+
+
+def run(config: Importance, store: Store, make_pool: PoolFactory = of_threads) -> CorpusRunResult:
+    with Run(config.model, store, make_pool, batch_tokens=200) as of_model:
         return run_importance(config, of_model)
 
 
@@ -55,7 +59,7 @@ def rows(store: Store, run_id: str) -> list[dict]:
     ).to_pylist()
 
 
-def test_rows_equal_the_librarys_numbers(config: ImportanceConfig, store: Store) -> None:
+def test_rows_equal_the_librarys_numbers(config: Importance, store: Store) -> None:
     result = run(config, store)
     assert not result.already_done and result.skipped == 0 and result.measured > 1
     lm = headscan.load(config.model.source)
@@ -82,7 +86,7 @@ def test_rows_equal_the_librarys_numbers(config: ImportanceConfig, store: Store)
 
 @pytest.mark.slow
 def test_an_interrupted_run_resumes_with_the_same_rows(
-    config: ImportanceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Importance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, store = Store(tmp_path / "whole.duckdb"), Store(tmp_path / "s.duckdb")
     expected = run(config, whole)
@@ -104,11 +108,11 @@ def test_an_interrupted_run_resumes_with_the_same_rows(
     assert resumed.run_id == expected.run_id
     assert resumed.skipped >= 1 and resumed.skipped + resumed.measured == expected.measured
     assert rows(store, resumed.run_id) == rows(whole, expected.run_id)
-    assert run_importance(config, Run(config.model, store, refuse)) == CorpusRunResult(resumed.run_id, True)
+    assert run(config, store, refuse) == CorpusRunResult(resumed.run_id, True)
 
 
 @pytest.mark.slow
-def test_another_reduction_is_another_run(config: ImportanceConfig, store: Store) -> None:
+def test_another_reduction_is_another_run(config: Importance, store: Store) -> None:
     mean, total = run(config, store), run(replace(config, reduction="sum"), store)
     assert mean.run_id != total.run_id
     values = [np.array([row["gate_gradient"] for row in rows(store, each.run_id)]) for each in (mean, total)]
@@ -118,7 +122,7 @@ def test_another_reduction_is_another_run(config: ImportanceConfig, store: Store
 
 
 def test_recall_prompts_follow_the_texts_and_leave_their_numbers(
-    config: ImportanceConfig, store: Store, capsys: pytest.CaptureFixture[str]
+    config: Importance, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The texts' rows and scores are those of a run without prompts; importance_recall takes the prompts in."""
     config = replace(config, tokens=TokenConfig(200, mode="chunk", limit_sequences=6), shard_size=4)
@@ -166,7 +170,7 @@ def test_recall_prompts_follow_the_texts_and_leave_their_numbers(
 
 
 def test_a_run_of_other_columns_is_not_taken_for_this_one(
-    config: ImportanceConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+    config: Importance, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         other_columns = ("token_gradient", "gate_gradient", "entropy")
@@ -176,7 +180,7 @@ def test_a_run_of_other_columns_is_not_taken_for_this_one(
 
 
 def test_memory_that_runs_out_halves_batches(
-    config: ImportanceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Importance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stores = [Store(tmp_path / f"{i}.duckdb") for i in range(2)]
     expected = run(config, stores[0])
@@ -193,7 +197,7 @@ def test_memory_that_runs_out_halves_batches(
     np.testing.assert_allclose(found[1], found[0], rtol=2e-4, atol=1e-6)
 
 
-def test_settings_out_of_range_are_named(config: ImportanceConfig) -> None:
+def test_settings_out_of_range_are_named(config: Importance) -> None:
     with pytest.raises(CorpusRunError, match=r"`min_tokens=1` \(limit 2"):
         replace(config, tokens=TokenConfig(40, min_tokens=1))
     with pytest.raises(CorpusRunError, match=r"`shard_size=0` \(limit 1\)"):
@@ -258,7 +262,7 @@ def test_encoders_and_encoder_decoders_have_rows_for_every_site(
     tokenizer.mask_token = "</s>"
     tokenizer.save_pretrained(folder)
     make_model(family, vocabulary=300).save_pretrained(folder)
-    config = ImportanceConfig(ModelSpec(str(folder)), CorpusSpec(str(corpus_folder)), TokenConfig(40, mode="chunk"))
+    config = Importance(ModelSpec(str(folder)), CorpusSpec(str(corpus_folder)), TokenConfig(40, mode="chunk"))
     run_id = run(config, store).run_id
     found = store.query(
         "select site, count(*) as heads, min(importance) as least from importance_summary where run_id = ?"

@@ -18,7 +18,8 @@ from headscan.model_spec import ModelSpec
 from headscan.runs.model_identity import identify
 from headscan.runs.run_context import Run
 from headscan.settings.corpus_settings import ExamplesSpec
-from headscan.settings.measure_settings import CorpusRunError, LabelledImportanceConfig
+from headscan.steps.corpus_step import CorpusRunError
+from headscan.steps.importance import Importance
 from headscan.steps.run_corpus import CorpusRunResult
 from headscan.steps.run_importance import run_labelled_importance
 from headscan.store.store import Store
@@ -26,24 +27,21 @@ from headscan.texts.labelled_texts import LabelledText, read_labelled
 from tests.jobs.cli.test_cli import fails
 from tests.jobs.conftest import THREADS
 from tests.jobs.steps.labelled_models import LABELLED, TRANSLATED, save_classifier, save_translator, write_lines
-from tests.jobs.steps.labelled_oracle import on_examples
 
 
-def config_of(folder: Path, family: str, **settings: object) -> LabelledImportanceConfig:
+def config_of(folder: Path, family: str, **settings: object) -> Importance:
     classifies = family in ENCODERS
     save = save_classifier if classifies else save_translator
     model = save(folder / family, family)
     data = write_lines(folder / "d.tsv", LABELLED if classifies else TRANSLATED)
-    return LabelledImportanceConfig(ModelSpec(str(model)), ExamplesSpec(str(data)), shard_size=5, **settings)  # type: ignore[arg-type]
+    return Importance(ModelSpec(str(model)), data=ExamplesSpec(str(data)), shard_size=5, **settings)  # type: ignore[arg-type]
 
 
-def run(config: LabelledImportanceConfig, store: Store) -> CorpusRunResult:
-    return on_examples(
-        run_labelled_importance, config, Run(config.model, store, lambda _: open_pool(config.model, THREADS))
-    )
+def run(config: Importance, store: Store) -> CorpusRunResult:
+    return run_labelled_importance(config, Run(config.model, store, lambda _: open_pool(config.model, THREADS)))
 
 
-def model_of(config: LabelledImportanceConfig, family: str) -> PreTrainedModel:
+def model_of(config: Importance, family: str) -> PreTrainedModel:
     auto = AutoModelForSequenceClassification if family in ENCODERS else AutoModelForSeq2SeqLM
     return auto.from_pretrained(config.model.source).eval()
 
@@ -113,26 +111,21 @@ def test_other_labels_are_another_run_and_the_same_ones_are_done(tmp_path: Path,
     config = config_of(tmp_path, "bert")
     done = run(config, store)
     assert (done.measured, done.skipped) == (3, 0)
-    again = on_examples(run_labelled_importance, config, Run(config.model, store, refuse))
-    assert again == CorpusRunResult(done.run_id, True)
+    assert run_labelled_importance(config, Run(config.model, store, refuse)) == CorpusRunResult(done.run_id, True)
     write_lines(tmp_path / "d.tsv", [line.replace("good", "bad") for line in LABELLED])
     assert run(config, store).run_id != done.run_id
 
 
-def test_settings_out_of_range_are_named(tmp_path: Path) -> None:
-    for wrong, message in (
-        ({"reduction": "max"}, "Choose mean or sum"),
-        ({"batch_tokens": 0}, r"`batch_tokens=0` \(limit"),
-    ):
-        with pytest.raises(CorpusRunError, match=message):
-            LabelledImportanceConfig(ModelSpec("m"), ExamplesSpec("d"), **wrong)  # type: ignore[arg-type]
+def test_settings_out_of_range_are_named() -> None:
+    with pytest.raises(CorpusRunError, match="Choose mean or sum"):
+        Importance(ModelSpec("m"), data=ExamplesSpec("d"), reduction="max")  # type: ignore[arg-type]
 
 
 def test_the_verb_reads_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str], model_folder: Path) -> None:
     config, store = config_of(tmp_path, "bert"), str(tmp_path / "s.duckdb")
     command = ["importance", config.model.source, "--store", store]
-    fails(capsys, command, "--corpus or --data is required")
-    fails(capsys, [*command, "--corpus", "c"], "is a classifier, and text has no labels. Give --data")
+    fails(capsys, command, "--corpus is required: name a text, or a file of labelled examples as --data")
+    fails(capsys, [*command, "--corpus", "c"], "is a classifier, and text has no labels. Set --data")
     fails(capsys, [*command, "--corpus", "c", "--data", "d"], "--corpus has no effect with --data")
     fails(capsys, [*command, "--data", config.data.path, "--mode", "pack"], "--mode has no effect with --data")
     of_decoder = ["importance", str(model_folder), "--store", store, "--data", config.data.path]

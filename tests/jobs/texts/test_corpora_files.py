@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from headscan.cli.verb_base import OTHER_CORPORA
+from headscan.cli.main import verb_class
+from headscan.cli.option_parser import options_of
 from headscan.errors import HeadscanError
 from headscan.texts import BUILT_IN, CorpusError, CorpusSpec, TokenConfig, open_corpus
 from tests.jobs.texts.corpus_reading import problems, read, texts, write_parquet
@@ -262,7 +263,8 @@ def test_built_in_corpora():
 
 
 def test_the_help_names_the_built_in_corpora():
-    assert OTHER_CORPORA.endswith(f"a built-in corpus: {', '.join(BUILT_IN)}")
+    (corpus,) = (option for option in options_of(verb_class("scan")) if option.flag == "--corpus")
+    assert corpus.option.help.endswith(f"a built-in corpus: {', '.join(BUILT_IN)}")
 
 
 @pytest.mark.parametrize("name", ["nowhere.txt", "./nowhere", "a/b/c", "/no/such/folder", "x" * 5000 + "/", "nul\0"])
