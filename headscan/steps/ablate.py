@@ -64,6 +64,7 @@ class Ablate(QuestionStep["AblateResult"]):
     """
 
     common: ClassVar = "MODEL --corpus --tasks --data --each --all-but-one --replace --sequences --max-tokens --store"
+    error: ClassVar = InterventionError
 
     tasks: Annotated[TaskConfig, Group("tasks", needs=(NO_DATA,))] = field(default_factory=TaskConfig)
     recall: RecallQuestions | None = None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
 
 from headscan.catalog import RECALL_NAMES
+from headscan.errors import HeadscanError
 from headscan.options import Group, Option, check_limits
 from headscan.settings.evaluation_settings import LOSS_LIMITS, TASK_TOKENS, HarnessError, RecallQuestions, TaskConfig
 from headscan.steps.step import Step
@@ -37,6 +38,7 @@ class QuestionStep(Step[R]):
         text: Ordinary text whose loss is measured; None omits it.
         max_loss: Largest increase of that loss of a safe arm, in nats per token.
         demo_questions: Questions of the demo's own task, and of each of its recall tasks, on the command line.
+        error: Class of errors of settings that are out of range.
 
     Raises:
         HarnessError: ``max_loss`` is out of range, or a setting has no effect.
@@ -44,6 +46,7 @@ class QuestionStep(Step[R]):
 
     evaluates: ClassVar = True
     demo_questions: ClassVar[tuple[int, int]]
+    error: ClassVar[type[HeadscanError]] = HarnessError
 
     tasks: Annotated[TaskConfig, Group("tasks")] = field(default_factory=TaskConfig)
     recall: Annotated[RecallQuestions | None, RECALL_GROUP] = field(default_factory=RecallQuestions)
@@ -54,9 +57,9 @@ class QuestionStep(Step[R]):
     max_loss: Annotated[float, LOSS_LIMITS] = MAX_LOSS
 
     def __post_init__(self) -> None:
-        if not isinstance(self.tasks, TaskConfig):
+        if isinstance(self.tasks, tuple | list):
             object.__setattr__(self, "tasks", TaskConfig(self.tasks))
-        check_limits(self, HarnessError)
+        check_limits(self, self.error)
         if not self.model.is_demo:
             self.tasks.check_effect()
 

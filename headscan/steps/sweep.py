@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.catalog import RANKED_CRITERIA, SCORES
 from headscan.errors import InterventionError
-from headscan.options import Group, Needs, Option, check_limits
+from headscan.options import Group, Needs, Option
 from headscan.settings.corpus_settings import CorpusSpec
 from headscan.settings.evaluation_settings import SCORE_SETS, MaskOrderOption, ReplacementConfig
 from headscan.steps.question_step import QuestionStep
@@ -57,6 +57,7 @@ class Sweep(QuestionStep["SweepResult"]):
 
     common: ClassVar = "MODEL --tasks --limit --scores --shares --masks --confirm --recall --store --json"
     demo_questions: ClassVar = (80, 40)
+    error: ClassVar = InterventionError
 
     scores: Annotated[
         tuple[str, ...],
@@ -98,7 +99,6 @@ class Sweep(QuestionStep["SweepResult"]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_limits(self, InterventionError)
         if not (self.tasks.names or self.model.is_demo):
             raise InterventionError("`tasks` is required: name lm-eval tasks, groups or tags, such as arc_easy")
         if not any(self.shares) or not (self.scores or self.mask_criteria):

@@ -190,6 +190,8 @@ class StudyAnswer:
         for saving, row in zip(self.savings, fields["savings"], strict=True):
             safe = None if saving.safe is None else saving.safe.share
             row |= {"kind": saving.kind.name, "answer": saving.answer(), "safe": safe}
+        if not self.steps:
+            del fields["steps"]
         whole: dict[str, Any] = plain(fields)
         return whole
 

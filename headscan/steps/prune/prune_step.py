@@ -182,6 +182,7 @@ class Prune(QuestionStep["PruneResult"]):
         "MODEL --share --shares --kv-bytes --at --max-divergence --method --unit --corpus --tasks --out --store"
     )
     demo_questions: ClassVar = (80, 40)
+    error: ClassVar = PruningError
 
     tasks: Annotated[TaskConfig, Group("tasks", needs=(_JUDGED,))] = field(default_factory=TaskConfig)
     recall: Annotated[
@@ -305,7 +306,6 @@ class Prune(QuestionStep["PruneResult"]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_limits(self, PruningError)
         object.__setattr__(self, "model", self.model.in_full_precision())
         object.__setattr__(self, "out", Path(self.out))
         object.__setattr__(self, "texts", self.texts.of_model(self.model, 128))
@@ -342,8 +342,9 @@ class Prune(QuestionStep["PruneResult"]):
             raise PruningError("`methods` has no effect on named heads: leave it out")
         # The layers of a control are selected with the same effort.
         has_controls = self.controls and not self.skip_verdict
-        if self.names_heads and not has_controls and self.selection != SelectionConfig():
-            raise PruningError("`tries` has no effect on named heads without controls: leave it out")
+        unused = asdict(self.selection).items() - asdict(SelectionConfig()).items()
+        if self.names_heads and not has_controls and unused:
+            raise PruningError(f"`{min(unused)[0]}` has no effect on named heads without controls: leave it out")
         known = (*PRUNE_METHODS, *self.orders)
         for method in self.methods:
             if method not in known:

@@ -58,6 +58,7 @@ class Referee(QuestionStep[Any]):
     )
     #: Some sixty models answer the demo's questions.
     demo_questions: ClassVar = (30, 20)
+    error: ClassVar = InterventionError
 
     tasks: Annotated[TaskConfig, Group("tasks", needs=(NO_DATA,))] = field(default_factory=TaskConfig)
     recall: Annotated[RecallQuestions | None, replace(RECALL_GROUP, needs=(NO_DATA,))] = field(
