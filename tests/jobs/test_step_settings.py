@@ -1,0 +1,421 @@
+"""Settings and options of steps: what is refused, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import pytest
+from pydantic.fields import FieldInfo
+
+import headscan
+from headscan import (
+    Ablate,
+    ChosenArms,
+    CorpusSpec,
+    CriteriaComparison,
+    Evaluate,
+    ExamplesSpec,
+    ExportConfig,
+    LossTexts,
+    ModelSpec,
+    PlacementRequest,
+    Prune,
+    PruneTexts,
+    Referee,
+    ReplacementConfig,
+    Scan,
+    SelectionConfig,
+    Study,
+    Sweep,
+    TaskConfig,
+    TokenConfig,
+)
+from headscan.errors import HeadIndexError, HeadscanError, InterventionError, PruningError, UnknownNameError
+from headscan.options import FieldType, Limits, field_hint, field_type
+from headscan.settings.evaluation_settings import HarnessError
+from headscan.study.study_step import read_study, write_study
+from headscan.texts.held_out_text import HeldOutText, TextChunk
+from tests.jobs.steps.kv_plans import model_of, plan_for
+
+#: Texts of a pruning.
+TEXTS = PruneTexts(CorpusSpec("texts/"))
+
+
+@pytest.fixture
+def pruning(spec: ModelSpec, tmp_path: Path) -> Callable[..., Prune]:
+    """Make a pruning with texts; it has a size unless heads are named."""
+
+    def make(**settings: Any) -> Prune:
+        named = settings.keys() & {"share", "shares", "kv_bytes", "max_divergence", "heads", "masks"}
+        return Prune(spec, **{"out": tmp_path, "texts": TEXTS, **({} if named else {"share": 0.3}), **settings})
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"format": "ggml"}, r"^`format='ggml'` is unknown\. Choose gguf or decilm or "),
+        ({"model": None}, "^`model` goes with a format of models: give both or neither"),
+        ({"plan": "p.json"}, r"^`plan` has no effect on gguf \(only on decilm, layer-types, .*\): leave it out$"),
+        ({"format": "layer-types", "type": "f32"}, r"^`type` has no effect on layer-types \(only on gguf\)"),
+        (
+            {"format": "layer-types", "model": None, "architecture": "ministral"},
+            "^`architecture` has no effect without `model`",
+        ),
+    ],
+)
+def test_exports_without_effect_are_refused(settings: dict[str, Any], message: str, spec: ModelSpec) -> None:
+    with pytest.raises(HeadscanError, match=message):
+        ExportConfig(**{"format": "gguf", "out": "x", "model": spec, **settings})
+
+
+def test_a_referee_refuses_to_remove_all_heads(spec: ModelSpec) -> None:
+    with pytest.raises(InterventionError, match=r"`shares=1` \(limit below 1\)"):
+        Referee(spec, compared=CriteriaComparison(shares=(0.5, 1.0)), texts=TEXTS)
+
+
+def test_unknown_methods_of_a_pruning_are_refused(pruning: Callable[..., Prune]) -> None:
+    step = pruning()
+    with pytest.raises(UnknownNameError, match=r"unknown method 'damge'; did you mean damage\?"):
+        replace(step, methods=("damge",))
+    replace(step, methods=("mine",), orders={"mine": [(0, 0)]})
+    with pytest.raises(HeadscanError, match="`run_id` has no effect without a criterion of a run in `methods`"):
+        replace(step, run_id="1a2b")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"shares": (0.1, 0.1000000001)}, r"2 models have the folder 'damage-0\.1' \(limit 1\)"),
+        ({"methods": ("random", "random")}, r"'random-0\.3'"),
+        ({"masks": {"../x": ((0, 0),)}}, "^'../x' names no folder in `out`"),
+        ({"masks": {"..": ((0, 0),)}}, "^'..' names no folder in `out`"),
+        ({"methods": ("a/b",), "orders": {"a/b": [(0, 0)]}}, "^'a/b-0.3' names no folder in `out`"),
+    ],
+)
+def test_every_pruned_model_has_a_folder_of_its_own_in_out(
+    settings: dict[str, Any], message: str, pruning: Callable[..., Prune]
+) -> None:
+    with pytest.raises(PruningError, match=message):
+        pruning(**settings)
+
+
+def test_a_pruning_has_one_kind_of_size(pruning: Callable[..., Prune], spec: ModelSpec) -> None:
+    assert pruning(shares=(0.1, 0.2, 0.1)).budgets == pruning(shares=(0.1, 0.2)).budgets
+    with pytest.raises(
+        PruningError, match=r"^nothing to prune: 0 sizes \(limit 1\)\. Set one of share, shares, kv_bytes"
+    ):
+        Prune(spec, out="x", texts=TEXTS)
+    with pytest.raises(PruningError, match=r"^`share` and `heads` are two sizes \(limit 1\)\. Leave one of them out$"):
+        pruning(share=0.3, heads=((0, 1),))
+    for half in ({"kv_bytes": 1000}, {"at": 64}):
+        with pytest.raises(PruningError, match=r"^`kv_bytes` and `at` go together"):
+            pruning(**half)
+
+
+@pytest.mark.parametrize("heads", [(3, 5), ("3:5",), ((1.5, 2),), ((0, -1),)])
+def test_heads_of_arms_and_prunings_are_pairs_of_indices(heads: Any, pruning: Callable[..., Prune]) -> None:
+    for make in (lambda: ChosenArms(heads=heads), lambda: pruning(masks={"mine": heads}), lambda: pruning(heads=heads)):
+        with pytest.raises(HeadIndexError, match=r"^not a head: .* Pass \(layer, head\) pairs of "):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"masks": {"mine": 3}}, r"^`masks` of 'mine' are 3\. Pass a tuple of \(layer, head\) pairs$"),
+        ({"masks": {"mine": ()}}, r"^`masks` of 'mine' are empty \(limit 1 head\)"),
+        ({"masks": ((0, 1),)}, r"^`masks=\(\(0, 1\),\)` is no mapping\. Pass \(layer, head\) pairs by name$"),
+        ({"orders": {"mine": 3}}, r"^`orders` of 'mine' are 3\."),
+        ({"orders": {"mine": [3]}}, r"^not a head: 3\. Pass"),
+    ],
+)
+def test_masks_and_orders_of_prunings_are_lists_by_name(
+    settings: dict[str, Any], message: str, pruning: Callable[..., Prune]
+) -> None:
+    with pytest.raises(HeadscanError, match=message):
+        pruning(**settings)
+
+
+def test_a_size_of_the_cache_needs_units_that_free_it(pruning: Callable[..., Prune]) -> None:
+    with pytest.raises(PruningError, match="`kv_bytes` needs `unit` group or layer: single query heads free no KV"):
+        pruning(kv_bytes=1000, at=64, unit="head")
+    assert pruning(kv_bytes=1000, at=64).removed_unit == "group"
+    assert pruning(kv_bytes=1000, at=64, unit="layer").removed_unit == "layer"
+    assert pruning().removed_unit == "head"
+
+
+def test_the_output_folder_of_models_and_studies_is_a_path_or_a_text(
+    spec: ModelSpec, pruning: Callable[..., Prune], tmp_path: Path
+) -> None:
+    for make in (lambda out: pruning(out=out), lambda out: Study(spec, CorpusSpec("texts/"), out)):
+        assert make(tmp_path) == make(str(tmp_path)) and make(str(tmp_path)).out == tmp_path
+
+
+def test_paths_in_settings_become_texts_and_texts_become_settings(spec: ModelSpec, tmp_path: Path) -> None:
+    for make in (
+        ModelSpec,
+        CorpusSpec,
+        ExamplesSpec,
+        lambda path: TaskConfig(include_path=path),
+        lambda path: ChosenArms(models=(path,)),
+    ):
+        assert repr(make(tmp_path)) == repr(make(str(tmp_path)))  # type: ignore[operator]
+    config = Study(ModelSpec(Path(spec.source)), CorpusSpec(tmp_path), tmp_path)  # type: ignore[arg-type]
+    write_study(tmp_path / "study.yaml", config)
+    assert read_study(tmp_path / "study.yaml") == config
+    assert Study(spec.source, tmp_path, tmp_path) == config  # type: ignore[arg-type]
+    for tasks in ("mmlu", ("mmlu",), ["mmlu"]):
+        assert Evaluate(spec, tasks).tasks == TaskConfig(("mmlu",))  # type: ignore[arg-type]
+
+
+def test_settings_without_effect_are_refused(
+    spec: ModelSpec, evaluation: Evaluate, pruning: Callable[..., Prune]
+) -> None:
+    texts, text = CorpusSpec("texts/"), HeldOutText("texts", (TextChunk("a.txt", (1, 2), 2),))
+    tasks, heads = evaluation.tasks, {"heads": ((0, 0),)}
+    pruning(max_loss=0.5)
+    pruning(controls=0, skip_verdict=True)
+    pruning(**heads, selection=SelectionConfig(curve_tokens=1024))
+    Sweep(spec, tasks, text=text, max_loss=0.5)
+    Evaluate(spec, tasks, held_out=LossTexts(texts), max_loss=0.5)
+    cases: tuple[tuple[str, Callable[[], object]], ...] = (
+        ("`text` has no effect on a pruning", lambda: pruning(text=text)),
+        ("`text` has no effect on a referee", lambda: Referee(spec, text=text, texts=TEXTS)),
+        ("`text` has no effect on single heads", lambda: Ablate(spec, tasks, text=text)),
+        ("`recall` has no effect on single heads", lambda: Ablate(spec, tasks, headscan.RecallQuestions())),
+        ("`methods` has no effect on named heads", lambda: pruning(**heads, methods=("random",))),
+        ("`kv_counts` has no effect on named heads", lambda: pruning(**heads, kv_counts="divisors")),
+        (
+            "`curve_tokens` has no effect on named heads without controls",
+            lambda: pruning(**heads, selection=SelectionConfig(curve_tokens=1024), skip_verdict=True),
+        ),
+        ("`controls=3` has no effect with `skip_verdict`", lambda: pruning(controls=3, skip_verdict=True)),
+        ("`max_loss` has no effect on single heads", lambda: Ablate(spec, tasks, max_loss=0.5)),
+        ("`max_loss` has no effect without `text`", lambda: Sweep(spec, tasks, max_loss=0.5)),
+        ("`max_loss` has no effect without `text`", lambda: Evaluate(spec, tasks, max_loss=0.5)),
+        ("`texts` has no effect with `kind=zero`", lambda: ReplacementConfig(texts=8)),
+        ("`samples` has no effect with `kind=mean`", lambda: ReplacementConfig("mean", texts, samples=4)),
+        ("`seed` has no effect with `kind=mean`", lambda: ReplacementConfig("mean", texts, seed=1)),
+        ("`texts` has no effect with `kind=resample`", lambda: ReplacementConfig("resample", texts, texts=8)),
+        ("`limit` has no effect without `tasks`", lambda: Evaluate(spec, TaskConfig(limit=8))),
+        ("`mmlu_cloze` has no effect without `tasks`", lambda: Study(spec, texts, tasks=TaskConfig(mmlu_cloze=True))),
+        ("`criteria` has no effect without `shares`", lambda: Study(spec, texts, criteria=("entropy",), shares=())),
+        ("`recent` has no effect without `window_shares`", lambda: Study(spec, texts, recent=9, window_shares=())),
+        ("`search` has no effect without `window_shares`", lambda: Study(spec, texts, search=True, window_shares=())),
+    )
+    for message, make in cases:
+        with pytest.raises(HeadscanError, match=f"^{message}.*: .*leave "):
+            make()
+
+
+def test_settings_that_exclude_each_other_are_refused(spec: ModelSpec, evaluation: Evaluate) -> None:
+    texts, text = CorpusSpec("texts/"), HeldOutText("texts", (TextChunk("a.txt", (1, 2), 2),))
+    with pytest.raises(
+        HarnessError, match=r"^`text` and `held_out` are two texts \(limit 1\)\. Leave one of them out$"
+    ):
+        replace(evaluation, text=text, held_out=LossTexts(texts))
+    with pytest.raises(
+        InterventionError, match=r"^effects have one metric: leave out `data`, or `tasks` and `corpus`$"
+    ):
+        Ablate(spec, evaluation.tasks, data=ExamplesSpec("examples.tsv"))
+    with pytest.raises(InterventionError, match=r"^tasks and texts, but effects have one metric\."):
+        Ablate(spec, evaluation.tasks, corpus=texts)
+
+
+def test_numbers_out_of_range_are_errors_of_their_step(
+    spec: ModelSpec, evaluation: Evaluate, pruning: Callable[..., Prune]
+) -> None:
+    for error, make in (
+        (PruningError, lambda: pruning(share=1.5)),
+        (InterventionError, lambda: Sweep(spec, evaluation.tasks, controls=-1)),
+        (InterventionError, lambda: Ablate(spec, evaluation.tasks, sequences=0)),
+        (InterventionError, lambda: Referee(spec, texts=TEXTS, max_loss=-1.0)),
+        (HarnessError, lambda: Evaluate(spec, evaluation.tasks, max_loss=-1.0)),
+    ):
+        with pytest.raises(error, match=r"^`\w+=-?[\d.]+` \(limit "):
+            make()
+
+
+def numbers_of(cls: Any) -> dict[str, tuple[FieldType, tuple[Any, ...]]]:
+    """Return type and marks of the fields of a class that hold numbers."""
+    numbers = {}
+    for name in (each.name for each in fields(cls)):
+        hint = field_hint(cls, name)
+        hint, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        kind = field_type(hint)
+        if kind.kind in (int, float):
+            numbers[name] = kind, tuple(mark for mark in marks if isinstance(mark, (Limits, FieldInfo)))
+    return numbers
+
+
+#: Exported dataclasses that steps make, that users may make from arms and texts, and those of a model and its heads.
+RECORDS = {
+    "Arm",
+    "ArmVerdict",
+    "AttentionSite",
+    "BuiltModel",
+    "CorpusRunResult",
+    "Exported",
+    "GatesResult",
+    "Generated",
+    "GenerationComparison",
+    "HeadEffect",
+    "HeadGrid",
+    "HeadMask",
+    "HeadMeans",
+    "HeadPlan",
+    "HeadRule",
+    "HeadSamples",
+    "HeldOutText",
+    "KeptKeys",
+    "KvWindows",
+    "LoadedModel",
+    "Needle",
+    "PairedDifference",
+    "ProbeResult",
+    "PruneResult",
+    "RandomHeads",
+    "Saving",
+    "Sharding",
+    "ShareVerdict",
+    "SiteMask",
+    "SitePoint",
+    "StudyAnswer",
+    "SweepChoice",
+    "SweepResult",
+    "Verdict",
+    "Window",
+}
+
+
+@pytest.fixture
+def all_settings(spec: ModelSpec, evaluation: Evaluate, pruning: Callable[..., Prune]) -> dict[str, Any]:
+    """Settings of every exported class by its name."""
+    texts, tokens, plan = (
+        CorpusSpec("python-stdlib"),
+        TokenConfig(64),
+        plan_for(model_of(spec, headscan.load(spec.source)), 2),
+    )
+    needed: dict[str, dict[str, Any]] = {
+        "Ablate": {"model": spec, "tasks": evaluation.tasks},
+        "CorpusSpec": {"name": "python-stdlib"},
+        "Evaluate": {"model": spec, "tasks": evaluation.tasks},
+        "ExamplesSpec": {"path": "examples.tsv"},
+        "ExportConfig": {"format": "gguf", "out": "x", "model": spec},
+        "Gates": {"model": spec, "corpus": texts},
+        "Generate": {"model": spec, "prompt": "text", "plan": plan},
+        "Importance": {"model": spec, "corpus": texts, "tokens": tokens},
+        "KVBytes": {"kv_bytes": 1000, "tokens": 64},
+        "LossLimit": {"max_loss": 0.1},
+        "LossTexts": {"corpus": texts},
+        "ModelSpec": {"source": "demo"},
+        "Part": {"number": 1, "of": 2},
+        "Plan": {"model": spec, "method": "measured", "corpus": texts},
+        "Probe": {"model": spec},
+        "PruneTexts": {"corpus": texts},
+        "Referee": {"model": spec, "texts": TEXTS},
+        "Scan": {"model": spec, "corpus": texts, "tokens": tokens},
+        "Study": {"model": spec, "corpus": texts},
+        "Sweep": {"model": spec, "tasks": evaluation.tasks},
+        "WindowHeads": {"window_heads": 2},
+        "WindowShare": {"window_share": 0.5},
+    }
+    exported = {name: getattr(headscan, name) for name in dir(headscan) if name not in RECORDS | {"BASELINE"}}
+    classes = {name: cls for name, cls in exported.items() if is_dataclass(cls)}
+    return {name: pruning() if name == "Prune" else cls(**needed.get(name, {})) for name, cls in classes.items()}
+
+
+def assert_refused(settings: Any, field: str, value: object) -> None:
+    """Assert that settings refuse the value of a field on one line that begins with the field's name, or with the noun
+    for a name that is one of many.
+    """
+    message = rf"^(`|{type(settings).__name__}\.){field}\b|^unknown plan mode "
+    with pytest.raises(HeadscanError, match=message) as refused:
+        replace(settings, **{field: value})
+    assert "\n" not in str(refused.value)
+
+
+def test_every_number_of_the_settings_has_limits_and_a_bad_one_is_named(all_settings: dict[str, Any]) -> None:
+    unlimited, checked = set(), 0
+    for name, settings in all_settings.items():
+        for field, (kind, marks) in numbers_of(type(settings)).items():
+            if not marks:
+                unlimited.add(f"{name}.{field}")
+                continue
+            low: float = float("nan") if kind.kind is float else -1
+            for bad in ("many", low):
+                assert_refused(settings, field, (bad,) if kind.many else bad)
+            checked += 1
+    assert not unlimited and checked >= 50
+
+
+def test_every_literal_refuses_an_unknown_word_and_every_tuple_a_text(all_settings: dict[str, Any]) -> None:
+    literals, tuples = set(), set()
+    for name, settings in all_settings.items():
+        for field in (each.name for each in fields(settings)):
+            hint = field_hint(type(settings), field)
+            kind = field_type(get_args(hint)[0] if get_origin(hint) is Annotated else hint)
+            if kind.many:
+                tuples.add(f"{name}.{field}")
+                if f"{name}.{field}" != "TaskConfig.names":
+                    assert_refused(settings, field, "mmlu")
+                assert_refused(settings, field, b"mmlu")
+            if kind.choices:
+                literals.add(f"{name}.{field}")
+                assert_refused(settings, field, ("unknown",) if kind.many else "unknown")
+    assert {"Prune.unit", "Plan.unit", "Plan.method", "Study.prune_by", "Ablate.metric", "Scan.panel"} <= literals
+    assert {"TaskConfig.names", "CriteriaComparison.criteria", "Prune.methods", "Plan.recent"} <= tuples
+
+
+def test_settings_refuse_what_is_not_of_the_class_of_a_field(all_settings: dict[str, Any]) -> None:
+    checked = set()
+    for name, settings in all_settings.items():
+        for field in (each.name for each in fields(settings)):
+            hint = field_hint(type(settings), field)
+            kind = field_type(get_args(hint)[0] if get_origin(hint) is Annotated else hint)
+            if kind.cls is not None:
+                checked.add(f"{name}.{field}")
+                assert_refused(settings, field, (512,) if kind.many else 512)
+                if not kind.optional:
+                    assert_refused(settings, field, (None,) if kind.many else None)
+    assert {"Scan.tokens", "Evaluate.tasks", "Prune.texts", "Referee.compared", "Study.model"} <= checked
+
+
+def test_an_option_that_steps_lack_is_named(spec: ModelSpec, tmp_path: Path) -> None:
+    step = Scan(spec, CorpusSpec("python-stdlib"), TokenConfig(64))
+    with pytest.raises(TypeError, match=r"^unknown option 'here'\. Choose from devices, ray_address, "):
+        step.run(tmp_path / "s.duckdb", here=True)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": 1}, r"^`devices=1` is no PlacementRequest\. Pass a PlacementRequest$"),
+        ({"devices": "cuda"}, r"^`placement='cuda'` is unknown\. Choose auto or whole or "),
+        ({"timeouts": 60}, r"^`timeouts=60` is no Timeouts\."),
+        ({"resume_anyway": "yes"}, r"^`resume_anyway='yes'` is not True or False\."),
+        ({"ray_address": "first"}, r"^'first' is no address of a Ray cluster: write HOST:PORT, such as first:6379, or"),
+        ({"ray_address": 6379}, r"^6379 is no address of a Ray cluster"),
+    ],
+)
+def test_options_are_checked_before_files_are_read(
+    options: dict[str, Any], message: str, labelled: Ablate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: object, **__: object) -> None:
+        raise AssertionError("a file was read")
+
+    for reader in ("steps.open_run.identify", "texts.labelled_texts.read_labelled", "steps.open_run.ModelOpener"):
+        monkeypatch.setattr(f"headscan.{reader}", read)
+    for step in (Scan(labelled.model, CorpusSpec("python-stdlib"), TokenConfig(64)), labelled):
+        with pytest.raises(HeadscanError, match=message):
+            step.run(tmp_path / "s.duckdb", **options)
+
+
+def test_placements_and_options_that_exclude_each_other_are_refused_when_they_are_made() -> None:
+    with pytest.raises(HeadscanError, match=r"^`stages` is only for `placement=pipeline`\. Leave out one of the two$"):
+        PlacementRequest("whole", stages=2)
