@@ -67,10 +67,6 @@ class StoreOptions:
                 raise PermissionError(errno.EACCES, "the store cannot be written there", str(folder))
         return store_at(self.path, lock_timeout=self.lock_timeout, on_wait=say)
 
-    def check_exists(self) -> None:
-        """Raise StoreError if there is no store to read."""
-        self.open().runs()
-
 
 def check_inputs(settings: Any) -> None:
     """Raise now, before libraries and models load, which takes seconds, if a corpus, examples or a model's folder that

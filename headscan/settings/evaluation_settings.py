@@ -420,10 +420,6 @@ class ChosenArms:
 
 #: Words that stand for several scores.
 SCORE_SETS = {"all": tuple(SCORES), "none": ()}
-#: Mode of an ablate run.
-AblationMode = Literal["each", "all_but_one"]
-
-
 @dataclass(frozen=True)
 class LossTexts:
     """Texts whose loss is judged next to the tasks."""
