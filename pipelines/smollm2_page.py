@@ -264,6 +264,8 @@ def _accuracies(store: Store, heads: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+#: Columns of a pruned model's sizes and time.
+_SIZES = ("weights", "KV cache", "prefill")
 #: What chose the heads of a pruned model, by its method.
 _CHOSEN = {DAMAGE: "damage", RANDOM: "chance", LAYER_DROP: "damage, whole layers"}
 
@@ -338,7 +340,7 @@ def _pruning(models: Sequence[_PrunedModel]) -> str:
         " difference to the loss without as many heads of least damage. Losses of zeroed heads without repair stand"
         f" in the table of criteria. *Prefill* is the time to read a prompt, a share of"
         " the original's, as weights and cache are; controls are not timed."
-        f" `{_prune_command(models)}`.\n\n{_pruned_table(models, timed=True)}"
+        f" `{_prune_command(models)}`.\n\n{_pruned_table(models)}"
     )
 
 
@@ -361,7 +363,7 @@ def _pruned_accuracy(graded: Sequence[_PrunedModel], others: Sequence[_PrunedMod
         f"### By accuracy\n\nThe same command with {accuracy.questions:,} of the study's questions, of which the whole"
         f" model answers {accuracy.baseline:.1f} % right (25 % by guessing), on {device}. The intervals reach about"
         f" {min(halves):.0f} to {max(halves):.0f} points to each side, so smaller differences do not show. {same}."
-        f" `{_prune_command(graded)}`.\n\n{_pruned_table(graded)}"
+        f" `{_prune_command(graded)}`.\n\n{_pruned_table(graded, graded=True)}"
     )
 
 
@@ -371,39 +373,39 @@ def _prune_command(models: Sequence[_PrunedModel]) -> str:
     return f"headscan prune {' '.join(PRUNED)} --recall-questions {asked}{graded}"
 
 
-def _pruned_table(models: Sequence[_PrunedModel], *, timed: bool = False) -> str:
-    has_accuracy = any(model.outcome.accuracy is not None for model in models)
+def _pruned_table(models: Sequence[_PrunedModel], *, graded: bool = False) -> str:
     rows = [
         (
             "heads removed",
             "chosen by",
-            *(["accuracy, points"] if has_accuracy else []),
             "loss, nats per token",
-            "minus damage",
-            *_recall_headings(),
-            "weights",
-            "KV cache",
-            *(["prefill"] if timed else []),
+            *(["accuracy, points"] if graded else ["minus damage", *_recall_headings(), *_SIZES]),
         )
     ]
     for number, model in enumerate(models):
-        details = json.loads(model.arm["config"])
-        kept = {each.family: each.paired.retained for each in model.outcome.recall}
         share = f"{100 * model.arm['share']:g} %: {len(model.heads)}"
         rows.append(
             (
                 share if number == 0 or models[number - 1].arm["share"] != model.arm["share"] else "",
                 _CHOSEN[model.arm["criterion"]],
-                *([_points(model.outcome.value(ACCURACY))] if has_accuracy else []),
                 _increased(model.loss),
-                _increased(model.minus_damage) if model.minus_damage else "",
-                *(_left(kept.get(family)) for family in RECALL_FAMILIES),
-                f"{100 * details['weights_left']:.1f} %",
-                f"{100 * details['cache_left']:.1f} %",
-                *([_prefill(details)] if timed else []),
+                *([_points(model.outcome.value(ACCURACY))] if graded else _costs(model)),
             )
         )
     return _table(rows)
+
+
+def _costs(model: _PrunedModel) -> list[str]:
+    """Return the cells of a model that follow its loss: loss against damage, recall, sizes and time."""
+    details = json.loads(model.arm["config"])
+    kept = {each.family: each.paired.retained for each in model.outcome.recall}
+    return [
+        _increased(model.minus_damage) if model.minus_damage else "",
+        *(_left(kept.get(family)) for family in RECALL_FAMILIES),
+        f"{100 * details['weights_left']:.1f} %",
+        f"{100 * details['cache_left']:.1f} %",
+        _prefill(details),
+    ]
 
 
 def _prefill(details: Mapping[str, Any]) -> str:
@@ -422,29 +424,29 @@ def _increased(loss: Increase) -> str:
 
 def _plans(lost: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
     """Return a table of what plans cost, by length in tokens; ``lost`` holds the rows of plans.py."""
-    rows = [("tokens", "judged on", "plan", "windows", "loss, nats per token", "minus measured", "heads differ")]
+    names = list(dict.fromkeys(row["plan"] for losses in lost.values() for row in losses))
+    rows = [("tokens", "judged on", *(f"`{name}`" for name in names))]
     for tokens, losses in lost.items():
-        for number, row in enumerate(losses):
-            first = number == 0 or losses[number - 1]["judged_on"] != row["judged_on"]
-            family = row["judged_on"].partition("@")[0]
-            judged_on = RECALL_FAMILIES[family].heading if family in RECALL_FAMILIES else "text"
-            value, low, high = row["minus_measured"]
-            rows.append(
-                (
-                    f"{tokens:,}" if number == 0 else "",
-                    f"{judged_on} ({row['prompts']})" if first else "",
-                    f"`{row['plan']}`",
-                    f"{row['windows']}",
-                    f"{row['loss']:+.3f}",
-                    "" if row["plan"] == MEASURED else f"{value:+.3f} [{low:+.3f}, {high:+.3f}]",
-                    f"{row['heads_differ']}",
-                )
-            )
+        found = {(row["judged_on"], row["plan"]): row for row in losses}
+        for number, judged_on in enumerate(dict.fromkeys(row["judged_on"] for row in losses)):
+            family, prompts = judged_on.partition("@")[0], found[judged_on, MEASURED]["prompts"]
+            heading = RECALL_FAMILIES[family].heading if family in RECALL_FAMILIES else "text"
+            cells = [_plan_loss(found[judged_on, name]) for name in names]
+            rows.append((f"{tokens:,}" if number == 0 else "", f"{heading} ({prompts})", *cells))
+        differ = {row["plan"]: f"{row['heads_differ']}" for row in losses}
+        rows.append(("", f"heads that differ, of {losses[0]['windows']}", *(differ[name] for name in names)))
     return (
         "## What windows on KV heads cost\n\nPlans with windows on the same number of KV heads, on texts and prompts"
         " that neither ranked heads nor chose a plan. A window has 4 first tokens, and as many last ones as make it an"
-        " eighth of the length. Differences have paired 95 % intervals (t, over texts or prompts).\n\n" + _table(rows)
+        " eighth of the length. Increases of the loss in nats per token, and after each its difference to that of"
+        f" `{MEASURED}`, with paired 95 % intervals (t, over texts or prompts).\n\n" + _table(rows)
     )
+
+
+def _plan_loss(row: Mapping[str, Any]) -> str:
+    value, low, high = row["minus_measured"]
+    difference = "" if row["plan"] == MEASURED else f"; {value:+.3f} [{low:+.3f}, {high:+.3f}]"
+    return f"{row['loss']:+.3f}{difference}"
 
 
 def _left(kept: Interval | None) -> str:
@@ -560,7 +562,8 @@ def _commands(options: argparse.Namespace, answers: Sequence[Path]) -> str:
     for file in answers:
         settings = yaml.safe_load((file.parent / "study.yaml").read_text(encoding="utf-8"))
         plain = {name: value for name, value in settings.items() if name not in ("model", "corpus", "out", "judge")}
-        parts.append(f"`{file.parent.name}/study.yaml`:\n\n```yaml\n{yaml.safe_dump(plain, sort_keys=False)}```")
+        shown = yaml.safe_dump(plain, sort_keys=False, default_flow_style=None)
+        parts.append(f"`{file.parent.name}/study.yaml`:\n\n```yaml\n{shown}```")
     return "\n\n".join(parts)
 
 
@@ -573,7 +576,7 @@ def _wrapped(paragraph: str) -> str:
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
 def _figure(path: Path, draw: Callable[[Any], None], title: str, size: tuple[float, float]) -> str:
