@@ -113,10 +113,8 @@ def _answers(studies: Sequence[Mapping[str, Any]]) -> str:
                     ]
                 rows.append((kind, f"{100 * share:.3g} %", f"{loss['difference']:+.3f} {_range(loss, '+.3f')}", *cells))
     limits = (
-        "*Safe*: at most one point of accuracy is lost, the text's loss rises by at most"
-        f" {studies[0]['max_loss']:g} nats per token, and 90 % of recall is kept, shown by 95 % intervals that hold"
-        " for all kinds of savings of a study together. *Loses*: one of these limits is shown to be broken. The shares"
-        " of a kind are tested from small to large, and the first that is not safe ends the test."
+        "[What *safe* and *loses* mean](study.md#how-it-decides), here with a limit of"
+        f" {studies[0]['max_loss']:g} nats per token. The first share of a kind that is not safe ends the test."
         + " Both studies judge on the same texts, so for both together a wrong *safe* is at most twice as likely: 5 %."
         * (len(studies) > 1)
     )
@@ -336,10 +334,8 @@ def _pruning(models: Sequence[_PrunedModel]) -> str:
         "## What pruning removes\n\nModels without heads, their other projections repaired, on"
         f" {models[0].loss.documents} texts that neither chose nor repaired and {asked} recall questions of each kind:"
         " what is left of the original's recall. Intervals of the loss are over texts, which are parts of few"
-        " documents. All models have the same repair, and random heads are one draw. *Minus damage* is the paired"
-        " difference to the loss without as many heads of least damage. Losses of zeroed heads without repair stand"
-        f" in the table of criteria. *Prefill* is the time to read a prompt, a share of"
-        " the original's, as weights and cache are; controls are not timed."
+        " documents. Random heads are one draw. *Minus damage* is the paired difference to the loss without as many"
+        " heads of least damage. *Prefill* is the time to read a prompt; controls are not timed."
         f" `{_prune_command(models)}`.\n\n{_pruned_table(models)}"
     )
 
