@@ -73,9 +73,10 @@ _SECTIONS: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
         ("name", "formula", "bins", "source"),
     ),
     "Scores": (
-        "Derived from statistics ([scores](measuring.md#scores)). Heads at the `inactive` end contribute little.",
+        "Derived from statistics ([scores](measuring.md#scores)). Heads at the `inactive` end contribute little; `paper"
+        " name` is that of arXiv 2504.03889.",
         SCORES,
-        ("name", "formula", "inactive", "paper_name", "source"),
+        ("name", "formula", "inactive", "paper_name"),
     ),
     "Behaviours": (
         "Measured by a probe on sequences made for them ([behaviours](measuring.md#behaviours)).",
