@@ -263,7 +263,7 @@ def _accuracies(store: Store, heads: Sequence[Mapping[str, Any]]) -> str:
 
 
 #: Columns of a pruned model's sizes and time.
-_SIZES = ("weights", "KV cache", "prefill")
+_SIZES = ("weights, %", "KV cache, %", "prefill, %")
 #: What chose the heads of a pruned model, by its method.
 _CHOSEN = {DAMAGE: "damage", RANDOM: "chance", LAYER_DROP: "damage, whole layers"}
 
@@ -398,8 +398,8 @@ def _costs(model: _PrunedModel) -> list[str]:
     return [
         _increased(model.minus_damage) if model.minus_damage else "",
         *(_left(kept.get(family)) for family in RECALL_FAMILIES),
-        f"{100 * details['weights_left']:.1f} %",
-        f"{100 * details['cache_left']:.1f} %",
+        f"{100 * details['weights_left']:.1f}",
+        f"{100 * details['cache_left']:.1f}",
         _prefill(details),
     ]
 
@@ -407,7 +407,7 @@ def _costs(model: _PrunedModel) -> list[str]:
 def _prefill(details: Mapping[str, Any]) -> str:
     """Return the time of a prefill as a share of the original's; empty for controls, which are not timed."""
     before, after = (details[which].get("prefill_seconds") for which in ("before", "after"))
-    return f"{100 * after / before:.0f} %" if before and after else ""
+    return f"{100 * after / before:.0f}" if before and after else ""
 
 
 def _points(accuracy: Interval | None) -> str:
@@ -475,14 +475,14 @@ def _choice(store: Store, figures: Path) -> str:
         "SELECT name, criterion, share FROM arms WHERE run_id = ? AND criterion IS NOT NULL ORDER BY criterion, share",
         [run_id],
     ).to_pylist()
-    rows = [("criterion", "heads zeroed", "loss, nats per token", *_recall_headings())]
+    rows = [("criterion", "heads zeroed, %", "loss, nats per token", *_recall_headings())]
     for number, arm in enumerate(arms):
         paired = {family: each.paired for family, each in kept[arm["name"]].items()}
         loss = losses[arm["name"]]
         rows.append(
             (
                 f"`{arm['criterion']}`" if not number or arms[number - 1]["criterion"] != arm["criterion"] else "",
-                f"{100 * arm['share']:g} %",
+                f"{100 * arm['share']:g}",
                 f"{loss.difference:+.3f} {_range({'low': loss.low, 'high': loss.high}, '+.3f')}",
                 *(f"{paired[kind].arm:.0f}" if kind in paired else "" for kind in RECALL_FAMILIES),
             )
