@@ -12,6 +12,7 @@ from headscan.steps.referee.run_referee import FAMILY_CHOICES, ChoiceJob, choose
 from tests.instrument.pruning.texts import random_texts
 from tests.small_models import make_loaded
 
+
 @pytest.mark.parametrize("family", families(CRITERIA))
 def test_every_criterion_chooses_heads(family: tuple[str, ...]) -> None:
     lm = make_loaded("llama")
