@@ -475,18 +475,11 @@ def _choice(store: Store, figures: Path) -> str:
         "SELECT name, criterion, share FROM arms WHERE run_id = ? AND criterion IS NOT NULL ORDER BY criterion, share",
         [run_id],
     ).to_pylist()
-    rows = [("criterion", "heads zeroed, %", "loss, nats per token", *_recall_headings())]
-    for number, arm in enumerate(arms):
-        paired = {family: each.paired for family, each in kept[arm["name"]].items()}
-        loss = losses[arm["name"]]
-        rows.append(
-            (
-                f"`{arm['criterion']}`" if not number or arms[number - 1]["criterion"] != arm["criterion"] else "",
-                f"{100 * arm['share']:g}",
-                f"{loss.difference:+.3f} {_range({'low': loss.low, 'high': loss.high}, '+.3f')}",
-                *(f"{paired[kind].arm:.0f}" if kind in paired else "" for kind in RECALL_FAMILIES),
-            )
-        )
+    found = {(arm["criterion"], arm["share"]): _loss_and_recall(losses[arm["name"]], kept[arm["name"]]) for arm in arms}
+    names = list(dict.fromkeys(arm["criterion"] for arm in arms))
+    rows = [("heads zeroed, %", *(f"`{name}`" for name in names))]
+    for share in sorted({arm["share"] for arm in arms}):
+        rows.append((f"{100 * share:g}", *(found.get((name, share), "") for name in names)))
     first = {family: each.paired for family, each in kept[arms[0]["name"]].items()}
     asked = max(paired.questions for paired in first.values())
     image = _copying_figure(arms, kept, figures)
@@ -495,9 +488,16 @@ def _choice(store: Store, figures: Path) -> str:
         f" {asked} recall questions of each kind that judge nothing. The whole model "
         + " and ".join(RECALL_FAMILIES[family].does.format(paired.baseline) for family, paired in first.items())
         + ". `importance_recall` is the larger of the importance on texts"
-        " and on needle and copying prompts, each over its mean; the other criteria see text alone.\n\n"
+        " and on needle and copying prompts, each over its mean; the other criteria see text alone. Each cell has the"
+        " increase of the loss in nats per token, and what the model still does of"
+        f" {' and '.join(family.heading for family in RECALL_FAMILIES.values())}, in percent.\n\n"
         f"{_table(rows)}\n\n{image}"
     )
+
+
+def _loss_and_recall(loss: Increase, recall: Mapping[str, RecallVerdict]) -> str:
+    left = [f"{recall[family].paired.arm:.0f}" for family in RECALL_FAMILIES if family in recall]
+    return "; ".join([_increased(loss), *left])
 
 
 def _copying_figure(
