@@ -370,12 +370,14 @@ def _prune_command(models: Sequence[_PrunedModel]) -> str:
 
 
 def _pruned_table(models: Sequence[_PrunedModel], *, graded: bool = False) -> str:
+    has_accuracy = any(model.outcome.accuracy is not None for model in models)
     rows = [
         (
             "heads removed",
             "chosen by",
             "loss, nats per token",
-            *(["accuracy, points"] if graded else ["minus damage", *_recall_headings(), *_SIZES]),
+            *(["accuracy, points"] if has_accuracy else []),
+            *([] if graded else ["minus damage", *_recall_headings(), *_SIZES]),
         )
     ]
     for number, model in enumerate(models):
@@ -385,7 +387,8 @@ def _pruned_table(models: Sequence[_PrunedModel], *, graded: bool = False) -> st
                 share if number == 0 or models[number - 1].arm["share"] != model.arm["share"] else "",
                 _CHOSEN[model.arm["criterion"]],
                 _increased(model.loss),
-                *([_points(model.outcome.value(ACCURACY))] if graded else _costs(model)),
+                *([_points(model.outcome.value(ACCURACY))] if has_accuracy else []),
+                *([] if graded else _costs(model)),
             )
         )
     return _table(rows)
