@@ -1,8 +1,8 @@
-"""What is generated from the declarations: the catalogue, the table of statistics, and the schema of the store. The
-site also shows files of other folders to which pages link.
+"""What is generated from the declarations: the catalogue, and the schema of the store. The site also shows files of
+other folders to which pages link.
 
-The catalogue is a file, because other pages link to it and are read on GitHub, too: ``make schema`` writes it, and the
-table of statistics into the page on measuring. The schema is made when the site is built.
+The catalogue is a file, because other pages link to it and are read on GitHub, too: ``make schema`` writes it. The
+schema is made when the site is built.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,7 @@ from headscan.store.tables import TABLES
 from headscan.store.views import ALL_RUNS, VIEW_COMMENTS, VIEWS
 
 DOCS = Path(__file__).parent
-CATALOGUE, MEASURING = DOCS / "catalogue.md", DOCS / "measuring.md"
-#: Lines around the table of statistics.
-_BEGIN, _END = "<!-- statistics: `make schema` writes this table -->\n", "<!-- end of statistics -->\n"
+CATALOGUE = DOCS / "catalogue.md"
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -58,67 +55,54 @@ def catalogue_page() -> str:
     return "\n".join(_catalogue())
 
 
-def measuring_page(page: str) -> str:
-    """Return a page with the table of statistics between its two markers."""
-    before, _, rest = page.partition(_BEGIN)
-    rows = [
-        [f"`{each.name}`", each.formula.replace("|", "\\|"), each.unit, each.source] for each in STATISTICS.values()
-    ]
-    table = "\n".join(_table(["statistic", "what it is", "unit", "source"], rows))
-    return f"{before}{_BEGIN}\n{table}\n{_END}{rest.partition(_END)[2]}"
-
-
 def schema_page() -> str:
     """Return the Markdown text of the page on the store's schema."""
     return "\n".join(_schema())
 
 
-#: The kinds of declarations, and the sentence under the heading of each.
-_SECTIONS: dict[str, tuple[str, Mapping[str, Any]]] = {
-    "Statistics": ("Measured by a scan, and stored ([notation](measuring.md#statistics)).", STATISTICS),
-    "Profiles": ("Histograms that a scan with the panel `full` stores.", PROFILES),
+#: The kinds of declarations, the sentence under the heading of each, and the columns of its table.
+_SECTIONS: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
+    "Statistics": (
+        "Measured by a scan, and stored ([notation](measuring.md#statistics)).",
+        STATISTICS,
+        ("name", "formula", "unit", "panel", "source"),
+    ),
+    "Profiles": (
+        "Histograms that a scan with the panel `full` stores.",
+        PROFILES,
+        ("name", "formula", "bins", "source"),
+    ),
     "Scores": (
-        "Derived from statistics ([scores](measuring.md#scores)). `over` says what the denominator `normaliser` is:"
-        " its mean over the `layer`, or that of the `head` itself. Heads at the `inactive` end contribute little.",
+        "Derived from statistics ([scores](measuring.md#scores)). Heads at the `inactive` end contribute little; `paper"
+        " name` is that of arXiv 2504.03889.",
         SCORES,
+        ("name", "formula", "inactive", "paper_name"),
     ),
     "Behaviours": (
         "Measured by a probe on sequences made for them ([behaviours](measuring.md#behaviours)).",
         BEHAVIOURS,
+        ("name", "formula", "threshold", "source"),
     ),
     "Importances": (
         "From derivatives of the loss `L` by gates `g` on heads ([importance](importance.md)).",
         IMPORTANCES,
+        ("name", "formula", "source"),
     ),
     "Criteria": (
-        "All that can choose heads ([referee](referee.md#criteria)). `run` is the kind of run in a store that orders"
-        " heads by it. `by value`: each head has a number of its own. `on recall`: recall prompts are measured in"
-        " addition to texts.",
-        CRITERIA,
+        "What can choose heads ([referee](referee.md#criteria)): all scores, from their inactive end; all importances,"
+        " from the lowest; and these. `run` is the kind of run in a store that orders heads by it.",
+        {name: each for name, each in CRITERIA.items() if name not in {**SCORES, **IMPORTANCES}},
+        ("name", "removed_first", "run", "source"),
     ),
 }
 
 
 def _catalogue() -> Iterator[str]:
     yield "# Catalogue\n\nGenerated from `headscan/catalog.py` by `make schema`.\n"
-    for title, (sentence, declared) in _SECTIONS.items():
+    for title, (sentence, declared, columns) in _SECTIONS.items():
         yield f"## {title}\n\n{sentence}\n"
-        yield from _declarations(declared)
-
-
-#: Text of None in a column; it is empty in the others.
-_NONE = {"over": "none"}
-
-
-def _declarations(declared: Mapping[str, Any]) -> Iterator[str]:
-    columns = [field.name for field in fields(next(iter(declared.values())))]
-    if "formula" not in columns and hasattr(next(iter(declared.values())), "formula"):
-        columns.insert(1, "formula")
-    rows = [
-        [f"`{d.name}`", *(_text(getattr(d, c), _NONE.get(c, "")) for c in columns if c != "name")]
-        for d in declared.values()
-    ]
-    yield from _table(["name", *(column.replace("_", " ") for column in columns if column != "name")], rows)
+        rows = [[f"`{each.name}`", *(_text(getattr(each, c)) for c in columns[1:])] for each in declared.values()]
+        yield from _table([column.replace("_", " ") for column in columns], rows)
 
 
 def _schema() -> Iterator[str]:
@@ -156,17 +140,17 @@ def _columns() -> dict[str, list[list[str]]]:
 def _table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
     titles = list(titles)
     yield f"| {' | '.join(titles)} |"
-    yield f"|{' --- |' * len(titles)}"
+    yield f"|{'---|' * len(titles)}"
     for row in rows:
         yield f"| {' | '.join(row)} |"
     yield ""
 
 
-def _text(value: Any, none: str = "") -> str:
-    """Return a value as the text of a table's cell."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    shown = ", ".join(map(str, value)) if isinstance(value, tuple) else none if value is None else str(value)
+def _text(value: Any) -> str:
+    """Return a value as the text of a table's cell; of a long tuple its ends."""
+    if isinstance(value, tuple):
+        value = ", ".join(map(str, value if len(value) <= 6 else (*value[:4], "...", value[-1])))
+    shown = "" if value is None else str(value)
     return shown.replace("|", "\\|").replace("[", "\\[").replace("<", "&lt;").replace("*", "\\*")
 
 
@@ -176,4 +160,3 @@ def _sentence(text: str) -> str:
 
 if __name__ == "__main__":
     CATALOGUE.write_text(catalogue_page(), encoding="utf-8")
-    MEASURING.write_text(measuring_page(MEASURING.read_text(encoding="utf-8")), encoding="utf-8")

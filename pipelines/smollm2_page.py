@@ -113,10 +113,8 @@ def _answers(studies: Sequence[Mapping[str, Any]]) -> str:
                     ]
                 rows.append((kind, f"{100 * share:.3g} %", f"{loss['difference']:+.3f} {_range(loss, '+.3f')}", *cells))
     limits = (
-        "*Safe*: at most one point of accuracy is lost, the text's loss rises by at most"
-        f" {studies[0]['max_loss']:g} nats per token, and 90 % of recall is kept, shown by 95 % intervals that hold"
-        " for all kinds of savings of a study together. *Loses*: one of these limits is shown to be broken. The shares"
-        " of a kind are tested from small to large, and the first that is not safe ends the test."
+        "[What *safe* and *loses* mean](study.md#how-it-decides), here with a limit of"
+        f" {studies[0]['max_loss']:g} nats per token. The first share of a kind that is not safe ends the test."
         + " Both studies judge on the same texts, so for both together a wrong *safe* is at most twice as likely: 5 %."
         * (len(studies) > 1)
     )
@@ -264,6 +262,8 @@ def _accuracies(store: Store, heads: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+#: Columns of a pruned model's sizes and time.
+_SIZES = ("weights, %", "KV cache, %", "prefill, %")
 #: What chose the heads of a pruned model, by its method.
 _CHOSEN = {DAMAGE: "damage", RANDOM: "chance", LAYER_DROP: "damage, whole layers"}
 
@@ -334,11 +334,9 @@ def _pruning(models: Sequence[_PrunedModel]) -> str:
         "## What pruning removes\n\nModels without heads, their other projections repaired, on"
         f" {models[0].loss.documents} texts that neither chose nor repaired and {asked} recall questions of each kind:"
         " what is left of the original's recall. Intervals of the loss are over texts, which are parts of few"
-        " documents. All models have the same repair, and random heads are one draw. *Minus damage* is the paired"
-        " difference to the loss without as many heads of least damage. Losses of zeroed heads without repair stand"
-        f" in the table of criteria. *Prefill* is the time to read a prompt, a share of"
-        " the original's, as weights and cache are; controls are not timed."
-        f" `{_prune_command(models)}`.\n\n{_pruned_table(models, timed=True)}"
+        " documents. Random heads are one draw. *Minus damage* is the paired difference to the loss without as many"
+        " heads of least damage. *Prefill* is the time to read a prompt; controls are not timed."
+        f" `{_prune_command(models)}`.\n\n{_pruned_table(models)}"
     )
 
 
@@ -361,7 +359,7 @@ def _pruned_accuracy(graded: Sequence[_PrunedModel], others: Sequence[_PrunedMod
         f"### By accuracy\n\nThe same command with {accuracy.questions:,} of the study's questions, of which the whole"
         f" model answers {accuracy.baseline:.1f} % right (25 % by guessing), on {device}. The intervals reach about"
         f" {min(halves):.0f} to {max(halves):.0f} points to each side, so smaller differences do not show. {same}."
-        f" `{_prune_command(graded)}`.\n\n{_pruned_table(graded)}"
+        f" `{_prune_command(graded)}`.\n\n{_pruned_table(graded, graded=True)}"
     )
 
 
@@ -371,45 +369,48 @@ def _prune_command(models: Sequence[_PrunedModel]) -> str:
     return f"headscan prune {' '.join(PRUNED)} --recall-questions {asked}{graded}"
 
 
-def _pruned_table(models: Sequence[_PrunedModel], *, timed: bool = False) -> str:
+def _pruned_table(models: Sequence[_PrunedModel], *, graded: bool = False) -> str:
     has_accuracy = any(model.outcome.accuracy is not None for model in models)
     rows = [
         (
             "heads removed",
             "chosen by",
-            *(["accuracy, points"] if has_accuracy else []),
             "loss, nats per token",
-            "minus damage",
-            *_recall_headings(),
-            "weights",
-            "KV cache",
-            *(["prefill"] if timed else []),
+            *(["accuracy, points"] if has_accuracy else []),
+            *([] if graded else ["minus damage", *_recall_headings(), *_SIZES]),
         )
     ]
     for number, model in enumerate(models):
-        details = json.loads(model.arm["config"])
-        kept = {each.family: each.paired.retained for each in model.outcome.recall}
         share = f"{100 * model.arm['share']:g} %: {len(model.heads)}"
         rows.append(
             (
                 share if number == 0 or models[number - 1].arm["share"] != model.arm["share"] else "",
                 _CHOSEN[model.arm["criterion"]],
-                *([_points(model.outcome.value(ACCURACY))] if has_accuracy else []),
                 _increased(model.loss),
-                _increased(model.minus_damage) if model.minus_damage else "",
-                *(_left(kept.get(family)) for family in RECALL_FAMILIES),
-                f"{100 * details['weights_left']:.1f} %",
-                f"{100 * details['cache_left']:.1f} %",
-                *([_prefill(details)] if timed else []),
+                *([_points(model.outcome.value(ACCURACY))] if has_accuracy else []),
+                *([] if graded else _costs(model)),
             )
         )
     return _table(rows)
 
 
+def _costs(model: _PrunedModel) -> list[str]:
+    """Return the cells of a model that follow its loss: loss against damage, recall, sizes and time."""
+    details = json.loads(model.arm["config"])
+    kept = {each.family: each.paired.retained for each in model.outcome.recall}
+    return [
+        _increased(model.minus_damage) if model.minus_damage else "",
+        *(_left(kept.get(family)) for family in RECALL_FAMILIES),
+        f"{100 * details['weights_left']:.1f}",
+        f"{100 * details['cache_left']:.1f}",
+        _prefill(details),
+    ]
+
+
 def _prefill(details: Mapping[str, Any]) -> str:
     """Return the time of a prefill as a share of the original's; empty for controls, which are not timed."""
     before, after = (details[which].get("prefill_seconds") for which in ("before", "after"))
-    return f"{100 * after / before:.0f} %" if before and after else ""
+    return f"{100 * after / before:.0f}" if before and after else ""
 
 
 def _points(accuracy: Interval | None) -> str:
@@ -422,29 +423,29 @@ def _increased(loss: Increase) -> str:
 
 def _plans(lost: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
     """Return a table of what plans cost, by length in tokens; ``lost`` holds the rows of plans.py."""
-    rows = [("tokens", "judged on", "plan", "windows", "loss, nats per token", "minus measured", "heads differ")]
+    names = list(dict.fromkeys(row["plan"] for losses in lost.values() for row in losses))
+    rows = [("tokens", "judged on", *(f"`{name}`" for name in names))]
     for tokens, losses in lost.items():
-        for number, row in enumerate(losses):
-            first = number == 0 or losses[number - 1]["judged_on"] != row["judged_on"]
-            family = row["judged_on"].partition("@")[0]
-            judged_on = RECALL_FAMILIES[family].heading if family in RECALL_FAMILIES else "text"
-            value, low, high = row["minus_measured"]
-            rows.append(
-                (
-                    f"{tokens:,}" if number == 0 else "",
-                    f"{judged_on} ({row['prompts']})" if first else "",
-                    f"`{row['plan']}`",
-                    f"{row['windows']}",
-                    f"{row['loss']:+.3f}",
-                    "" if row["plan"] == MEASURED else f"{value:+.3f} [{low:+.3f}, {high:+.3f}]",
-                    f"{row['heads_differ']}",
-                )
-            )
+        found = {(row["judged_on"], row["plan"]): row for row in losses}
+        for number, judged_on in enumerate(dict.fromkeys(row["judged_on"] for row in losses)):
+            family, prompts = judged_on.partition("@")[0], found[judged_on, MEASURED]["prompts"]
+            heading = RECALL_FAMILIES[family].heading if family in RECALL_FAMILIES else "text"
+            cells = [_plan_loss(found[judged_on, name]) for name in names]
+            rows.append((f"{tokens:,}" if number == 0 else "", f"{heading} ({prompts})", *cells))
+        differ = {row["plan"]: f"{row['heads_differ']}" for row in losses}
+        rows.append(("", f"heads that differ, of {losses[0]['windows']}", *(differ[name] for name in names)))
     return (
         "## What windows on KV heads cost\n\nPlans with windows on the same number of KV heads, on texts and prompts"
         " that neither ranked heads nor chose a plan. A window has 4 first tokens, and as many last ones as make it an"
-        " eighth of the length. Differences have paired 95 % intervals (t, over texts or prompts).\n\n" + _table(rows)
+        " eighth of the length. Increases of the loss in nats per token, and after each its difference to that of"
+        f" `{MEASURED}`, with paired 95 % intervals (t, over texts or prompts).\n\n" + _table(rows)
     )
+
+
+def _plan_loss(row: Mapping[str, Any]) -> str:
+    value, low, high = row["minus_measured"]
+    difference = "" if row["plan"] == MEASURED else f"; {value:+.3f} [{low:+.3f}, {high:+.3f}]"
+    return f"{row['loss']:+.3f}{difference}"
 
 
 def _left(kept: Interval | None) -> str:
@@ -477,18 +478,11 @@ def _choice(store: Store, figures: Path) -> str:
         "SELECT name, criterion, share FROM arms WHERE run_id = ? AND criterion IS NOT NULL ORDER BY criterion, share",
         [run_id],
     ).to_pylist()
-    rows = [("criterion", "heads zeroed", "loss, nats per token", *_recall_headings())]
-    for number, arm in enumerate(arms):
-        paired = {family: each.paired for family, each in kept[arm["name"]].items()}
-        loss = losses[arm["name"]]
-        rows.append(
-            (
-                f"`{arm['criterion']}`" if not number or arms[number - 1]["criterion"] != arm["criterion"] else "",
-                f"{100 * arm['share']:g} %",
-                f"{loss.difference:+.3f} {_range({'low': loss.low, 'high': loss.high}, '+.3f')}",
-                *(f"{paired[kind].arm:.0f}" if kind in paired else "" for kind in RECALL_FAMILIES),
-            )
-        )
+    found = {(arm["criterion"], arm["share"]): _loss_and_recall(losses[arm["name"]], kept[arm["name"]]) for arm in arms}
+    names = list(dict.fromkeys(arm["criterion"] for arm in arms))
+    rows = [("heads zeroed, %", *(f"`{name}`" for name in names))]
+    for share in sorted({arm["share"] for arm in arms}):
+        rows.append((f"{100 * share:g}", *(found.get((name, share), "") for name in names)))
     first = {family: each.paired for family, each in kept[arms[0]["name"]].items()}
     asked = max(paired.questions for paired in first.values())
     image = _copying_figure(arms, kept, figures)
@@ -497,9 +491,16 @@ def _choice(store: Store, figures: Path) -> str:
         f" {asked} recall questions of each kind that judge nothing. The whole model "
         + " and ".join(RECALL_FAMILIES[family].does.format(paired.baseline) for family, paired in first.items())
         + ". `importance_recall` is the larger of the importance on texts"
-        " and on needle and copying prompts, each over its mean; the other criteria see text alone.\n\n"
+        " and on needle and copying prompts, each over its mean; the other criteria see text alone. Each cell has the"
+        " increase of the loss in nats per token, and what the model still does of"
+        f" {' and '.join(family.heading for family in RECALL_FAMILIES.values())}, in percent.\n\n"
         f"{_table(rows)}\n\n{image}"
     )
+
+
+def _loss_and_recall(loss: Increase, recall: Mapping[str, RecallVerdict]) -> str:
+    left = [f"{recall[family].paired.arm:.0f}" for family in RECALL_FAMILIES if family in recall]
+    return "; ".join([_increased(loss), *left])
 
 
 def _copying_figure(
@@ -560,7 +561,8 @@ def _commands(options: argparse.Namespace, answers: Sequence[Path]) -> str:
     for file in answers:
         settings = yaml.safe_load((file.parent / "study.yaml").read_text(encoding="utf-8"))
         plain = {name: value for name, value in settings.items() if name not in ("model", "corpus", "out", "judge")}
-        parts.append(f"`{file.parent.name}/study.yaml`:\n\n```yaml\n{yaml.safe_dump(plain, sort_keys=False)}```")
+        shown = yaml.safe_dump(plain, sort_keys=False, default_flow_style=None)
+        parts.append(f"`{file.parent.name}/study.yaml`:\n\n```yaml\n{shown}```")
     return "\n\n".join(parts)
 
 
@@ -573,7 +575,7 @@ def _wrapped(paragraph: str) -> str:
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
 def _figure(path: Path, draw: Callable[[Any], None], title: str, size: tuple[float, float]) -> str:

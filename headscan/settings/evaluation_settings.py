@@ -73,7 +73,7 @@ class RecallQuestions:
     if common prefixes are read once.
 
     No arm can be shown to keep recall with fewer than 192 needles or 144 copying questions
-    (`docs/verdicts_simulated.md`). A sweep judges on three quarters of the questions, so by default it asks more
+    (`docs/verdicts.md`). A sweep judges on three quarters of the questions, so by default it asks more
     if the whole model recalls little, which it measures first (`run_sweep.size_recall`).
 
     Attributes:

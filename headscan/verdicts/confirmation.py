@@ -6,7 +6,7 @@ benchmark selects, but only a quarter of the recall texts: the verdict needs nea
 kept, and the selection does not.
 
 Questions that judge again and again are used up: of 20 arms that lose just one point, at least one is called safe in
-39 % of simulated sweeps (`docs/verdicts_simulated.md`). The store holds every arm that was judged, and all of them
+39 % of simulated sweeps (`docs/verdicts.md`). The store holds every arm that was judged, and all of them
 together share the error of one, with which one is called safe in 2.7 %.
 
 Random controls differ by seed, not by question, so other questions do not correct a rank among them for the selection.
