@@ -21,11 +21,12 @@ from headscan.cluster.pool import InProcessPool
 from headscan.engine.answer import AnswerItem
 from headscan.model_spec import ModelSpec
 from headscan.runs.model_identity import identify
-from headscan.runs.run_context import Run
 from headscan.settings.corpus_settings import ExamplesSpec, LabelledMetric
-from headscan.steps.run_labelled_ablate import LabelledEvaluateConfig
+from headscan.steps.ablate import Ablate
+from headscan.steps.referee.referee_step import Referee
+from headscan.store.store import Store
 from headscan.texts.labelled_texts import LabelledText, read_labelled
-from tests.jobs.conftest import THREADS
+from tests.jobs.conftest import THREADS, run_on
 from tests.jobs.steps.labelled_models import LABELLED, TRANSLATED, save_classifier, save_translator, write_lines
 
 
@@ -49,7 +50,8 @@ def zeroed(model: PreTrainedModel, family: str, heads: list[tuple[str, int, int]
 class Oracle:
     """One example at a time, without padding."""
 
-    def __init__(self, config: LabelledEvaluateConfig, family: str) -> None:
+    def __init__(self, config: Ablate, family: str) -> None:
+        assert config.data is not None
         auto = AutoModelForSequenceClassification if family in ENCODERS else AutoModelForSeq2SeqLM
         identity = identify(config.model)
         self.model, self.family, self.tokenizer = (
@@ -98,12 +100,11 @@ METRICS: dict[str, Callable[[Oracle, tuple[LabelledText, ...]], float]] = {
 }
 
 
-def config_of(folder: Path, family: str, metric: LabelledMetric | None = None) -> LabelledEvaluateConfig:
+def config_of(folder: Path, family: str, metric: LabelledMetric | None = None) -> Ablate:
     save, lines = (save_classifier, LABELLED) if family in ENCODERS else (save_translator, TRANSLATED)
     model = save(folder / family, family)
-    config = LabelledEvaluateConfig(
-        ModelSpec(str(model)), ExamplesSpec(str(write_lines(folder / "d.tsv", lines))), metric, batch_tokens=200
-    )
+    data = ExamplesSpec(str(write_lines(folder / "d.tsv", lines)))
+    config = Ablate(ModelSpec(str(model)), data=data, metric=metric)
     if metric != "bleu" or family in ENCODERS:
         return config
     # The beginnings of the model's own outputs: on other targets a random model has a BLEU of 0.
@@ -113,14 +114,9 @@ def config_of(folder: Path, family: str, metric: LabelledMetric | None = None) -
     return replace(config, data=ExamplesSpec(str(write_lines(folder / "d.jsonl", [json.dumps(row) for row in rows]))))
 
 
-def pool_of(config: LabelledEvaluateConfig) -> InProcessPool:
-    return InProcessPool(config.model, THREADS)
-
-
-def on_examples(job: Callable[..., Any], config: Any, run: Run) -> Any:
-    """Run a job with the examples of its settings."""
-    judging = getattr(config, "judging", config)
-    return job(config, run, texts=read_labelled(judging.data, judging.model, run.identity, judging.max_tokens))
+def execute(step: Ablate | Referee, store: Store, pool: InProcessPool | None = None, **options: Any) -> Any:
+    """Execute a step in small batches."""
+    return step.execute(run_on(pool or InProcessPool(step.model, THREADS), store, batch_tokens=200, **options))
 
 
 class Refusing(InProcessPool):

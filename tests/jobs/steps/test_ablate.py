@@ -24,15 +24,10 @@ from headscan.engine.arms import BASELINE, mask_arm
 from headscan.errors import InterventionError, SequenceError
 from headscan.model_spec import ModelSpec
 from headscan.runs.model_identity import identify
-from headscan.settings.evaluation_settings import (
-    AblateConfig,
-    EvaluateConfig,
-    LossTexts,
-    RecallQuestions,
-    ReplacementConfig,
-    TaskConfig,
-)
-from headscan.steps.run_ablate import head_arms, run_ablate
+from headscan.settings.evaluation_settings import RecallQuestions, ReplacementConfig, TaskConfig
+from headscan.steps.ablate import Ablate
+from headscan.steps.evaluate import Evaluate
+from headscan.steps.run_ablate import AblateResult, head_arms, run_ablate
 from headscan.steps.run_evaluation import run_evaluation
 from headscan.store.store import Store
 from headscan.store.tables import ALL_BUT_ONE, EACH
@@ -50,14 +45,13 @@ LAYERS = 3
 
 
 @pytest.fixture(scope="module")
-def on_text(spec: ModelSpec, corpus_folder: Path) -> AblateConfig:
-    texts = LossTexts(CorpusSpec(str(corpus_folder)), sequences=10, max_tokens=40)
-    return AblateConfig(EvaluateConfig(spec, TaskConfig(), batch_tokens=120), texts)
+def on_text(spec: ModelSpec, corpus_folder: Path) -> Ablate:
+    return Ablate(spec, corpus=CorpusSpec(str(corpus_folder)), sequences=10, max_tokens=40)
 
 
 @pytest.fixture(scope="module")
-def on_task(spec: ModelSpec, task_folder: Path) -> AblateConfig:
-    return AblateConfig(EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(task_folder))))
+def on_task(spec: ModelSpec, task_folder: Path) -> Ablate:
+    return Ablate(spec, TaskConfig(("counting",), include_path=str(task_folder)))
 
 
 def ablated(
@@ -89,40 +83,38 @@ def every_head() -> list[tuple[int, int]]:
     return [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
 
 
-def questions_of(config: AblateConfig) -> Questions:
-    identity = identify(config.evaluation.model)
-    texts = config.texts
-    text = (
-        None
-        if texts is None
-        else HeldOutText.of_corpus(
-            texts.corpus, config.evaluation.model, sequences=texts.sequences, max_tokens=texts.max_tokens
+def questions_of(config: Ablate) -> Questions:
+    text = None
+    if config.corpus is not None:
+        text = HeldOutText.of_corpus(
+            config.corpus, config.model, sequences=config.sequences, max_tokens=config.max_tokens
         )
-    )
-    return Questions(config.evaluation.tasks, None, identity, text)
+    return Questions(config.tasks, None, identify(config.model), text)
+
+
+def run(config: Ablate, store: Store, pool: InProcessPool) -> AblateResult:
+    return run_ablate(config, run_on(pool, store, batch_tokens=120))
 
 
 @pytest.mark.parametrize(
     "value", ["zero", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mean", "resample"))]
 )
 def test_losses_equal_a_full_forward_per_head(
-    on_text: AblateConfig, store: Store, pool: InProcessPool, value: str, corpus_folder: Path
+    on_text: Ablate, store: Store, pool: InProcessPool, value: str, corpus_folder: Path
 ) -> None:
     corpus = CorpusSpec(str(corpus_folder))
-    assert on_text.texts is not None
-    few = replace(on_text.texts, sequences=5)
     by_value = {
         "zero": ReplacementConfig(),
         "mean": ReplacementConfig("mean", corpus, texts=5),
         "resample": ReplacementConfig("resample", corpus, samples=3),
     }
-    config = replace(on_text, texts=few, replacement=by_value[value])
-    result = run_ablate(config, run_on(pool, store))
+    config = replace(on_text, sequences=5, replacement=by_value[value])
+    result = run(config, store, pool)
     lm, questions = pool._model(), questions_of(config)
     replacement: Replacement = ZERO
     if value != "zero":
         longest = max(len(request.ids) - 1 for request in questions.requests.values())
-        tokenizer = identify(config.evaluation.model).tokenizer
+        tokenizer = identify(config.model).tokenizer
         if value == "mean":
             texts = read_spread(corpus, tokenizer, 256, 5, shortest=16)
             lengths = [len(text) for text in texts]
@@ -149,7 +141,7 @@ def test_losses_equal_a_full_forward_per_head(
 
 
 @pytest.mark.slow
-def test_answers_equal_a_full_forward_per_head(on_task: AblateConfig, store: Store, pool: InProcessPool) -> None:
+def test_answers_equal_a_full_forward_per_head(on_task: Ablate, store: Store, pool: InProcessPool) -> None:
     said: list[str] = []
     result = run_ablate(on_task, run_on(pool, store, say=said.append))
     lm, questions = pool._model(), questions_of(on_task)
@@ -174,16 +166,16 @@ def test_answers_equal_a_full_forward_per_head(on_task: AblateConfig, store: Sto
 
 @pytest.mark.slow
 def test_layers_are_reduced_to_the_head_that_one_half_prefers(
-    on_text: AblateConfig, store: Store, pool: InProcessPool
+    on_text: Ablate, store: Store, pool: InProcessPool
 ) -> None:
-    config = replace(on_text, modes=(EACH, ALL_BUT_ONE))
-    result = run_ablate(config, run_on(pool, store))
+    config = replace(on_text, each=True, all_but_one=True)
+    result = run(config, store, pool)
     assert [effect for effect in result.effects if effect.mode == EACH] == read_effects(store, result.run_id)
     found = [effect for effect in result.effects if effect.mode == ALL_BUT_ONE]
     assert [effect.layer for effect in found] == list(range(LAYERS))
     assert all(effect.confirmed for effect in found)
     lm, questions = pool._model(), questions_of(config)
-    text = questions._text
+    text = questions.text
     assert text is not None
     documents = sorted({p.document for p in text.chunks}, key=lambda name: _md5(_sha256(name)))
     chooses = set(documents[1::2])
@@ -226,16 +218,16 @@ class _FailingPool(InProcessPool):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_and_gives_the_same_rows(on_text: AblateConfig, store: Store, empty_store: Path) -> None:
+def test_a_killed_run_goes_on_and_gives_the_same_rows(on_text: Ablate, store: Store, empty_store: Path) -> None:
     whole = Store(copy_store(empty_store, store.path.with_name("whole.duckdb")))
-    expected = run_ablate(on_text, run_on(InProcessPool(on_text.evaluation.model, THREADS), whole))
+    expected = run(on_text, whole, InProcessPool(on_text.model, THREADS))
     with pytest.raises(KeyboardInterrupt):
-        run_ablate(on_text, run_on(_FailingPool(on_text.evaluation.model, 2), store))
+        run(on_text, store, _FailingPool(on_text.model, 2))
     assert store.query("from head_effects").num_rows == 0
     finished = store.query("select count(*) as n from arms where status = 'finished'").to_pylist()[0]["n"]
     answered = store.query("select count(distinct arm_id) as n from responses").to_pylist()[0]["n"]
     assert finished + answered > 0 and finished < 1 + LAYERS * HEADS
-    assert run_ablate(on_text, run_on(InProcessPool(on_text.evaluation.model, THREADS), store)) == expected
+    assert run(on_text, store, InProcessPool(on_text.model, THREADS)) == expected
     query = "from head_effects order by all"
     assert store.query(query).to_pylist() == whole.query(query).to_pylist()
     shown = store.query("select layer, head, significant from effect_summary").to_pylist()
@@ -259,9 +251,10 @@ def test_the_table_costs_less_than_065_masked_evaluations_per_head(
     type(model)(config).save_pretrained(folder)
     make_tokenizer(300).save_pretrained(folder)
     spec = ModelSpec(str(folder))
-    evaluation = EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(task_folder)), recall=None)
-    table = _work(spec, lambda pool: run_ablate(AblateConfig(evaluation), run_on(pool, store)))
+    tasks = TaskConfig(("counting",), include_path=str(task_folder))
+    table = _work(spec, lambda pool: run_ablate(Ablate(spec, tasks), run_on(pool, store)))
     other = Store(copy_store(empty_store, tmp_path / "other.duckdb"))
+    evaluation = Evaluate(spec, tasks, recall=None)
     both = _work(spec, lambda pool: run_evaluation(evaluation, run_on(pool, other), [BASELINE, mask_arm([(0, 0)])]))
     masked = both / 2  # the mask of a head in the first layer shares nothing with the baseline
     assert table <= 0.65 * layers * heads * masked
@@ -284,10 +277,10 @@ def _work(spec: ModelSpec, run: Any) -> int:
 
 @pytest.mark.slow
 def test_another_value_is_another_run_with_other_arms(
-    on_text: AblateConfig, store: Store, pool: InProcessPool, corpus_folder: Path
+    on_text: Ablate, store: Store, pool: InProcessPool, corpus_folder: Path
 ) -> None:
     mean = replace(on_text, replacement=ReplacementConfig("mean", CorpusSpec(str(corpus_folder)), texts=5))
-    runs = [run_ablate(config, run_on(pool, store)) for config in (on_text, mean)]
+    runs = [run(config, store, pool) for config in (on_text, mean)]
     assert runs[0].run_id != runs[1].run_id
     assert values_of(runs[0].effects) != values_of(runs[1].effects)
     (arm,) = store.query("select * from arms where name like 'head 1:2 by mean %'").to_pylist()
@@ -295,30 +288,28 @@ def test_another_value_is_another_run_with_other_arms(
     assert texts["texts"] == 5 and texts["corpus"] == str(corpus_folder)
 
 
-def test_bad_settings_name_their_fix(on_text: AblateConfig, on_task: AblateConfig, tmp_path: Path) -> None:
-    with pytest.raises(InterventionError, match=r"`kind=mean` needs texts: no corpus\. Set `corpus`"):
-        ReplacementConfig("mean")
+def test_bad_settings_name_their_fix(on_text: Ablate, on_task: Ablate, tmp_path: Path) -> None:
+    with pytest.raises(InterventionError, match=r"`replace=mean` needs texts: no corpus\. Set `corpus`"):
+        replace(on_task, replacement=ReplacementConfig("mean"))
     with pytest.raises(InterventionError, match="`corpus` has no effect with `kind=zero`"):
         ReplacementConfig("zero", CorpusSpec("texts/"))
     with pytest.raises(InterventionError, match=r"`kind='median'` is unknown"):
         ReplacementConfig("median")  # type: ignore[arg-type]
     with pytest.raises(InterventionError, match=r"`samples=1` \(limit 2\)"):
         ReplacementConfig(samples=1)
-    with pytest.raises(InterventionError, match="neither tasks nor texts"):
-        replace(on_text, texts=None)
+    with pytest.raises(InterventionError, match="`tasks` or `corpus` is required, or `data` of labelled examples"):
+        replace(on_text, corpus=None)
     with pytest.raises(InterventionError, match="tasks and texts"):
-        replace(on_task, texts=on_text.texts)
-    with pytest.raises(InterventionError, match=r"^`evaluation\.recall` has no effect on single heads: leave it out$"):
-        replace(on_task, evaluation=replace(on_task.evaluation, recall=RecallQuestions((64,))))
-    text = HeldOutText.of_corpus(CorpusSpec("python-stdlib"), on_text.evaluation.model, sequences=2, max_tokens=32)
-    with pytest.raises(InterventionError, match=r"^`evaluation\.text` has no effect on single heads: leave it out, or"):
-        replace(on_text, evaluation=replace(on_text.evaluation, text=text))
-    with pytest.raises(InterventionError, match=r"`modes='some'` is unknown. Choose each or all_but_one"):
-        replace(on_text, modes=("some",))  # type: ignore[arg-type]
-    with pytest.raises(InterventionError, match="`modes='each'` is no tuple"):
-        replace(on_text, modes="each")  # type: ignore[arg-type]
+        replace(on_task, corpus=on_text.corpus)
+    with pytest.raises(InterventionError, match=r"^`recall` has no effect on single heads: leave it out$"):
+        replace(on_task, recall=RecallQuestions((64,)))
+    text = HeldOutText.of_corpus(CorpusSpec("python-stdlib"), on_text.model, sequences=2, max_tokens=32)
+    with pytest.raises(InterventionError, match=r"^`text` has no effect on single heads: leave it out, or"):
+        replace(on_text, text=text)
+    with pytest.raises(InterventionError, match=r"^`max_loss` has no effect on single heads: leave it out$"):
+        replace(on_text, max_loss=0.1)
     with pytest.raises(SequenceError, match=r"`max_tokens=5000` \(limit \d+ positions of"):
-        HeldOutText.of_corpus(CorpusSpec("python-stdlib"), on_text.evaluation.model, max_tokens=5000)
+        HeldOutText.of_corpus(CorpusSpec("python-stdlib"), on_text.model, max_tokens=5000)
 
 
 def test_arms_cover_every_head_once(pool: InProcessPool) -> None:

@@ -10,12 +10,11 @@ import pytest
 from headscan.architectures import HEADS, LAYERS
 from headscan.errors import InterventionError
 from headscan.settings.corpus_settings import ExampleError, LabelledMetric
-from headscan.steps.run_labelled_ablate import LabelledAblateConfig, run_labelled_ablate
 from headscan.store.store import Store
 from headscan.store.tables import ALL_BUT_ONE, EACH
 from headscan.verdicts.head_effects import HeadEffect, read_effects
-from tests.jobs.conftest import THREADS, run_on
-from tests.jobs.steps.labelled_oracle import Oracle, Refusing, config_of, on_examples, pool_of
+from tests.jobs.conftest import THREADS
+from tests.jobs.steps.labelled_oracle import Oracle, Refusing, config_of, execute
 
 
 @pytest.mark.slow
@@ -33,7 +32,7 @@ def test_effects_equal_one_masked_head_at_a_time(
     family: str, metric: LabelledMetric, sites: list[str], tmp_path: Path, store: Store
 ) -> None:
     config = config_of(tmp_path, family, metric)
-    run_id, effects = on_examples(run_labelled_ablate, LabelledAblateConfig(config), run_on(pool_of(config), store))
+    run_id, effects = execute(config, store)
     oracle = Oracle(config, family)
     assert sorted({effect.site for effect in effects}) == sorted(sites)
     assert len(effects) == len(sites) * LAYERS * HEADS and {effect.metric for effect in effects} == {metric}
@@ -53,14 +52,14 @@ def key(effect: HeadEffect) -> tuple[str, str, int, int]:
 @pytest.mark.slow
 def test_all_but_one_joins_the_run_and_nothing_runs_again(tmp_path: Path, store: Store) -> None:
     config = config_of(tmp_path, "bert", "loss")
-    run_id, first = on_examples(run_labelled_ablate, LabelledAblateConfig(config), run_on(pool_of(config), store))
-    asked = LabelledAblateConfig(config, (EACH, ALL_BUT_ONE))
-    again, both = on_examples(run_labelled_ablate, asked, run_on(pool_of(config), store))
+    run_id, first = execute(config, store)
+    asked = replace(config, each=True, all_but_one=True)
+    again, both = execute(asked, store)
     assert again == run_id and len(first) == LAYERS * HEADS
     layers = [effect for effect in both if effect.mode == ALL_BUT_ONE]
     assert [key(effect) for effect in both if effect.mode == EACH] == [key(effect) for effect in first]
     assert [effect.layer for effect in layers] == list(range(LAYERS))
-    assert on_examples(run_labelled_ablate, asked, run_on(Refusing(config.model, THREADS), store))[1] == both
+    assert execute(asked, store, Refusing(config.model, THREADS))[1] == both
     assert read_effects(store, run_id, ALL_BUT_ONE) == layers
     kept = layers[0]
     oracle = Oracle(config, "bert")
@@ -72,20 +71,13 @@ def test_all_but_one_joins_the_run_and_nothing_runs_again(tmp_path: Path, store:
     assert rows["value"][0].as_py() == pytest.approx(oracle.metric("loss", others), abs=1e-4)
 
 
-def test_unknown_metrics_and_modes_are_refused(tmp_path: Path) -> None:
+def test_unknown_metrics_are_refused(tmp_path: Path) -> None:
     config = config_of(tmp_path, "bert")
     with pytest.raises(ExampleError, match=r"`metric='f1'` is unknown. Choose accuracy or bleu or loss"):
         replace(config, metric="f1")  # type: ignore[arg-type]
-    for modes, message in (
-        (("all",), r"`modes='all'` is unknown. Choose each or all_but_one"),
-        ("each", "`modes='each'` is no tuple"),
-        ((), "`modes` is empty"),
-    ):
-        with pytest.raises(InterventionError, match=message):
-            LabelledAblateConfig(config, modes)  # type: ignore[arg-type]
 
 
 def test_metrics_that_targets_lack_are_refused(tmp_path: Path, store: Store) -> None:
     config = config_of(tmp_path, "bert", "bleu")
     with pytest.raises(InterventionError, match=r"metric 'bleu' of class targets \(limit accuracy, loss\)"):
-        on_examples(run_labelled_ablate, LabelledAblateConfig(config), run_on(pool_of(config), store))
+        execute(config, store)

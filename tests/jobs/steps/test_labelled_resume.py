@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 
 from headscan.architectures import HEADS, LAYERS
-from headscan.settings.corpus_settings import ExamplesSpec, LabelledMetric
+from headscan.settings.corpus_settings import LabelledMetric
 from headscan.settings.evaluation_settings import CriteriaComparison
-from headscan.steps.referee.run_labelled_referee import LabelledRefereeConfig, run_labelled_referee
-from headscan.steps.run_labelled_ablate import LabelledAblateConfig, run_labelled_ablate
+from headscan.steps.referee.referee_step import Referee
 from headscan.store.store import Store
-from tests.jobs.conftest import run_on
 from tests.jobs.steps.labelled_models import LABELLED
-from tests.jobs.steps.labelled_oracle import config_of, on_examples
+from tests.jobs.steps.labelled_oracle import config_of, execute
 from tests.jobs.steps.test_answering import CountingPool, Interrupted, answers, dying
 
 #: Examples of one item: three items for each arm.
@@ -48,15 +46,15 @@ def test_an_arm_that_stops_asks_only_the_rest(
     config = config_of(tmp_path, family, metric)
     whole = Store(tmp_path / "whole.duckdb")
     undisturbed = CountingPool(config.model)
-    run_id, effects = on_examples(run_labelled_ablate, LabelledAblateConfig(config), run_on(undisturbed, whole))
+    run_id, effects = execute(config, whole, undisturbed)
     pool = CountingPool(config.model, dying(4))
     with pytest.raises(Interrupted):  # four of the items of the first two arms are answered
-        on_examples(run_labelled_ablate, LabelledAblateConfig(config), run_on(pool, store))
+        execute(config, store, pool)
     assert store.query("from arms where status = 'finished'").num_rows == 1
     assert store.query("from responses").num_rows == GROUP and pool.asked == len(LABELLED) + GROUP
     assert store.runs("ablate")[0]["status"] == "failed"
     rest = CountingPool(config.model)
-    assert on_examples(run_labelled_ablate, LabelledAblateConfig(config), run_on(rest, store)) == (run_id, effects)
+    assert execute(config, store, rest) == (run_id, effects)
     assert rest.asked == undisturbed.asked - pool.asked
     assert store.query("from responses").num_rows == 0
     assert_equal_rows(store, whole)
@@ -73,31 +71,28 @@ def test_answers_are_stored_while_an_arm_runs(tmp_path: Path, store: Store, monk
         if items == 5:  # its last item
             shutil.copy(store.path, left.path)
 
-    _, effects = on_examples(
-        run_labelled_ablate, LabelledAblateConfig(config), run_on(CountingPool(config.model, copy), store)
-    )
+    _, effects = execute(config, store, CountingPool(config.model, copy))
     kept = len(LABELLED) + left.query("from responses").num_rows
     assert left.query("from responses").num_rows == 2 * GROUP
     rest = CountingPool(config.model)
-    assert on_examples(run_labelled_ablate, LabelledAblateConfig(config), run_on(rest, left))[1] == effects
+    assert execute(config, left, rest)[1] == effects
     assert rest.asked == ARMS * len(LABELLED) - kept
     assert_equal_rows(left, store)
 
 
 def test_a_referee_resumes_within_an_arm_with_the_same_heads(tmp_path: Path, store: Store) -> None:
     config = config_of(tmp_path, "bert", "loss")
-    asked = LabelledRefereeConfig(
-        config, CriteriaComparison(("importance",), (0.5, 1.0), 1), ExamplesSpec(config.data.path)
-    )
+    compared = CriteriaComparison(("importance",), (0.5, 1.0), 1)
+    asked = Referee(config.model, data=config.data, metric="loss", compared=compared, rank_data=config.data)
     whole = Store(tmp_path / "whole.duckdb")
     undisturbed = CountingPool(config.model)
-    expected = on_examples(run_labelled_referee, asked, run_on(undisturbed, whole))
+    expected = execute(asked, whole, undisturbed)
     pool = CountingPool(config.model, dying(5))
     with pytest.raises(Interrupted):
-        on_examples(run_labelled_referee, asked, run_on(pool, store))
+        execute(asked, store, pool)
     rest = CountingPool(config.model)
     said: list[str] = []
-    assert on_examples(run_labelled_referee, asked, run_on(rest, store, say=said.append)) == expected
+    assert execute(asked, store, rest, say=said.append) == expected
     assert rest.asked == undisturbed.asked - pool.asked
     assert not any("measuring" in line for line in said)
     assert_equal_rows(store, whole)

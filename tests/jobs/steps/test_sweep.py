@@ -22,9 +22,10 @@ from headscan.model_spec import ModelSpec
 from headscan.ranking.head_ranking import rank_heads
 from headscan.runs.head_orders import find_run
 from headscan.runs.model_identity import identify, model_facts
-from headscan.settings.evaluation_settings import EvaluateConfig, RecallQuestions, SweepConfig, TaskConfig
+from headscan.settings.evaluation_settings import RecallQuestions, TaskConfig
 from headscan.steps.run_evaluation import run_evaluation
 from headscan.steps.run_sweep import SweepResult, _size, run_sweep, size_recall
+from headscan.steps.sweep import Sweep
 from headscan.store.store import Store
 from headscan.texts.harness import HeadscanLM
 from headscan.texts.tasks import Tasks
@@ -47,23 +48,22 @@ RULES = ("output_norm_ln", "first_token_weight")
 
 
 @pytest.fixture(scope="module")
-def config(spec: ModelSpec, task_folder: Path) -> SweepConfig:
+def config(spec: ModelSpec, task_folder: Path) -> Sweep:
     tasks = TaskConfig(("counting",), include_path=str(task_folder))
-    evaluation = EvaluateConfig(spec, tasks, recall=None)
-    return SweepConfig(evaluation, RULES, (0.0, 0.2, 0.4), mask_criteria=("output_norm_ln",), controls=2)
+    return Sweep(spec, tasks, recall=None, scores=RULES, shares=(0.0, 0.2, 0.4), controls=2)
 
 
 @pytest.fixture(scope="module")
-def swept(config: SweepConfig, empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Swept:
+def swept(config: Sweep, empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Swept:
     store, said = Store(copy_store(empty_store, tmp_path_factory.mktemp("swept"))), list[str]()
-    result = run_sweep(config, run_on(InProcessPool(config.evaluation.model, THREADS), store, say=said.append))
+    result = run_sweep(config, run_on(InProcessPool(config.model, THREADS), store, say=said.append))
     return Swept(store, result, said)
 
 
 @pytest.fixture(scope="module")
-def requests(config: SweepConfig) -> list[Request]:
-    adapter = HeadscanLM(identify(config.evaluation.model))
-    Tasks(config.evaluation.tasks).collect(adapter)
+def requests(config: Sweep) -> list[Request]:
+    adapter = HeadscanLM(identify(config.model))
+    Tasks(config.tasks).collect(adapter)
     return [request for request in adapter.requests.values() if isinstance(request, Request)]
 
 
@@ -100,11 +100,11 @@ def test_arms_are_every_score_and_control_at_every_share(swept: Swept) -> None:
 
 
 def test_thresholds_are_quantiles_of_the_scores_of_all_distinct_prompts(
-    config: SweepConfig, swept: Swept, requests: list[Request]
+    config: Sweep, swept: Swept, requests: list[Request]
 ) -> None:
     prompts = sorted({request.ids[:-1] for request in requests})
     assert len(prompts) < len(requests)
-    lm = headscan.load(config.evaluation.model.source)
+    lm = headscan.load(config.model.source)
     measured = [headscan.collect(lm, torch.tensor([ids]), statistics=statistics_for(RULES)) for ids in prompts]
     for arm in arms_of(swept.store):
         if arm["kind"] == "rule":
@@ -114,9 +114,9 @@ def test_thresholds_are_quantiles_of_the_scores_of_all_distinct_prompts(
 
 
 def test_rules_ablate_the_same_heads_when_every_prompt_runs_alone(
-    config: SweepConfig, swept: Swept, requests: list[Request]
+    config: Sweep, swept: Swept, requests: list[Request]
 ) -> None:
-    lm = headscan.load(config.evaluation.model.source)
+    lm = headscan.load(config.model.source)
     for arm in arms_of(swept.store):
         if arm["kind"] == "rule":
             shares = []
@@ -132,7 +132,7 @@ def test_rules_ablate_the_same_heads_when_every_prompt_runs_alone(
 
 
 def test_a_score_that_rules_cannot_measure_is_refused_before_prompts_are_recorded(
-    config: SweepConfig, pool: InProcessPool, empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Sweep, pool: InProcessPool, empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     added = Score("added", paper_name="-", statistic="confidence", inactive="low", source="test")
     monkeypatch.setitem(SCORES, "added", added)
@@ -153,13 +153,13 @@ def test_masks_are_the_first_heads_of_the_recordings_ranking(swept: Swept) -> No
 
 
 def test_a_recording_is_a_scan_to_choose_heads_from_if_it_is_named(
-    config: SweepConfig, swept: Swept, requests: list[Request], capsys: pytest.CaptureFixture[str]
+    config: Sweep, swept: Swept, requests: list[Request], capsys: pytest.CaptureFixture[str]
 ) -> None:
     store, result, _ = swept
     prompts = {request.ids[:-1] for request in requests}
     rows = store.query("select count(*) as n, count(distinct sequence) as s from head_statistics").to_pylist()
     assert rows == [{"n": 18 * len(prompts), "s": len(prompts)}]
-    assert find_run(store, identify(config.evaluation.model), "entropy", result.scan_run[:6]) == result.scan_run
+    assert find_run(store, identify(config.model), "entropy", result.scan_run[:6]) == result.scan_run
     assert store.resolve_run(result.scan_run[:6])["corpus"] == "prompts of counting"
     assert (
         main(["rank", "--by", "output_norm_ln", "--run", result.scan_run, "--limit", "3", "--store", str(store.path)])
@@ -170,7 +170,7 @@ def test_a_recording_is_a_scan_to_choose_heads_from_if_it_is_named(
 
 @pytest.mark.slow
 def test_the_command_of_a_finished_sweep_runs_nothing_and_prints_every_curve(
-    config: SweepConfig, swept: Swept, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    config: Sweep, swept: Swept, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, result, _ = swept
     asked = []
@@ -182,8 +182,7 @@ def test_the_command_of_a_finished_sweep_runs_nothing_and_prints_every_curve(
 
     monkeypatch.setattr(InProcessPool, "map", counted)
     monkeypatch.setattr("headscan.cluster.devices.usable_cores", lambda: 1)
-    evaluation = config.evaluation
-    command = ["sweep", evaluation.model.source, "--tasks", "counting", "--include-path", evaluation.tasks.include_path]
+    command = ["sweep", config.model.source, "--tasks", "counting", "--include-path", config.tasks.include_path]
     command += ["--no-recall", "--device", "cpu", "--store", store.path, "--scores", ",".join(RULES)]
     assert main([str(part) for part in (*command, "--quantiles", "0,0.2,0.4", "--controls", "2")]) == 0
     assert asked == [model_facts]
@@ -225,12 +224,12 @@ def test_the_command_of_a_finished_sweep_runs_nothing_and_prints_every_curve(
 
 
 @pytest.mark.slow
-def test_a_sweep_with_too_few_questions_warns_before_it_starts(config: SweepConfig, swept: Swept) -> None:
+def test_a_sweep_with_too_few_questions_warns_before_it_starts(config: Sweep, swept: Swept) -> None:
     warning = "each half of the questions has about "
     [line] = [line for line in swept.said if line.startswith(warning)]
     assert line.endswith("use `confirm=False` to judge on all questions")
     said: list[str] = []
-    pool = InProcessPool(config.evaluation.model, THREADS)
+    pool = InProcessPool(config.model, THREADS)
     run_sweep(dataclasses.replace(config, confirm=False), run_on(pool, swept.store, say=said.append))
     assert not [line for line in said if line.startswith(warning)]
 
@@ -238,14 +237,11 @@ def test_a_sweep_with_too_few_questions_warns_before_it_starts(config: SweepConf
 # Recall: the whole model is asked first
 
 
-def test_the_whole_model_is_asked_before_any_arm_runs(config: SweepConfig, tmp_path: Path) -> None:
+def test_the_whole_model_is_asked_before_any_arm_runs(config: Sweep, tmp_path: Path) -> None:
     """A model of random weights is at chance, which a sweep reports first; the same command again asks nothing."""
     recall = RecallQuestions(lengths=(256,), questions=8)
-    store, pool = Store(tmp_path / "s.duckdb"), InProcessPool(config.evaluation.model, THREADS)
-    asking = dataclasses.replace(config.evaluation, recall=recall)
-    small = dataclasses.replace(
-        config, evaluation=asking, scores=RULES[:1], shares=(0.2,), mask_criteria=(), controls=0
-    )
+    store, pool = Store(tmp_path / "s.duckdb"), InProcessPool(config.model, THREADS)
+    small = dataclasses.replace(config, recall=recall, scores=RULES[:1], shares=(0.2,), mask_criteria=(), controls=0)
     for _ in range(2):
         said: list[str] = []
         result = run_sweep(small, run_on(pool, store, say=said.append))
@@ -294,7 +290,7 @@ def test_recall_questions_follow_from_what_the_whole_model_recalls(
 @pytest.mark.slow
 def test_a_model_that_recalls_little_is_asked_more(tmp_path: Path) -> None:
     spec = ModelSpec(str(MODEL_FOLDER), dtype="float32")
-    config = EvaluateConfig(spec, TaskConfig(("counting",)), RecallQuestions(lengths=(256,)))
+    config = Sweep(spec, TaskConfig(("counting",)), RecallQuestions(lengths=(256,)))
     run = run_on(InProcessPool(spec, THREADS), Store(tmp_path / "s.duckdb"))
     sized = size_recall(config, run, judging_share=0.75, comparisons=2)
     assert sized.recall is not None and sized.recall.in_all is not None
@@ -320,30 +316,30 @@ def test_a_model_that_recalls_little_is_asked_more(tmp_path: Path) -> None:
     ],
 )
 def test_a_sweep_that_cannot_be_is_refused(
-    config: SweepConfig, wrong: dict[str, Any], error: type[HeadscanError], says: str
+    config: Sweep, wrong: dict[str, Any], error: type[HeadscanError], says: str
 ) -> None:
     with pytest.raises(error, match=says):
         dataclasses.replace(config, **wrong)
 
 
-def test_masks_of_all_heads_are_refused_before_anything_is_recorded(config: SweepConfig, tmp_path: Path) -> None:
-    store, pool = Store(tmp_path / "s.duckdb"), InProcessPool(config.evaluation.model, THREADS)
+def test_masks_of_all_heads_are_refused_before_anything_is_recorded(config: Sweep, tmp_path: Path) -> None:
+    store, pool = Store(tmp_path / "s.duckdb"), InProcessPool(config.model, THREADS)
     with pytest.raises(InterventionError, match="a mask of 99% ablates all 18 heads of the model"):
         run_sweep(dataclasses.replace(config, shares=(0.1, 0.99)), run_on(pool, store))
     with pytest.raises(InterventionError, match=r"ablates all 18 heads of the model \(limit 17\). Use fewer heads"):
-        run_evaluation(config.evaluation, run_on(pool, store), [BASELINE, mask_arm([divmod(n, 6) for n in range(18)])])
+        run_evaluation(config, run_on(pool, store), [BASELINE, mask_arm([divmod(n, 6) for n in range(18)])])
     assert not store.path.exists()
 
 
-def test_whole_layers_and_cut_prompts_are_reported(config: SweepConfig, store: Store, tmp_path: Path) -> None:
+def test_whole_layers_and_cut_prompts_are_reported(config: Sweep, store: Store, tmp_path: Path) -> None:
     rows = [{"q": f"{'again ' * 700 * (n < 2)}and {n}", "choices": [" 1", " 2"], "a": 0} for n in range(4)]
     choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{a}}"}
     write_task(tmp_path, "long", rows, choice)
     tasks = TaskConfig(("long",), include_path=str(tmp_path))
     said: list[str] = []
-    pool = InProcessPool(config.evaluation.model, THREADS)
+    pool = InProcessPool(config.model, THREADS)
     arms = [BASELINE, mask_arm([*((1, head) for head in range(6)), (0, 0)])]
-    small = dataclasses.replace(config.evaluation, tasks=tasks)
+    small = dataclasses.replace(config, tasks=tasks)
     run_evaluation(small, run_on(pool, store, say=said.append), arms)
     assert said[0] == "2 prompts are longer than the context; their beginning is cut off"
     assert said[1] == f"{arms[1].name} ablates every head of layer 1"
@@ -353,9 +349,9 @@ def test_an_encoder_is_refused(task_folder: Path, tmp_path: Path) -> None:
     make_model("bert", vocabulary=300).save_pretrained(tmp_path / "tiny-bert")
     make_tokenizer(300).save_pretrained(tmp_path / "tiny-bert")
     spec, store = ModelSpec(str(tmp_path / "tiny-bert")), Store(tmp_path / "s.duckdb")
-    evaluation = EvaluateConfig(spec, TaskConfig(("few",), include_path=str(task_folder)), recall=None)
+    config = Sweep(spec, TaskConfig(("few",), include_path=str(task_folder)), recall=None)
     with pytest.raises(UnsupportedModelError, match="tiny-bert does not predict the next token"):
-        run_sweep(SweepConfig(evaluation), run_on(InProcessPool(spec, THREADS), store))
+        run_sweep(config, run_on(InProcessPool(spec, THREADS), store))
     with pytest.raises(UnsupportedModelError, match="tiny-bert does not predict the next token"):
-        run_evaluation(evaluation, run_on(InProcessPool(spec, THREADS), store), [BASELINE])
+        run_evaluation(config, run_on(InProcessPool(spec, THREADS), store), [BASELINE])
     assert not store.path.exists()
