@@ -57,7 +57,7 @@ def test_options_with_an_effect_are_taken(words: list[str]) -> None:
     ],
 )
 def test_options_of_a_score_name_the_score(words: list[str], score: str | None) -> None:
-    assert read_command(["evaluate", "demo", "--tasks", "mmlu", *words]).chosen().criterion == score
+    assert read_command(["evaluate", "demo", "--tasks", "mmlu", *words]).step.arms.criterion == score
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,7 @@ def test_options_of_a_score_name_the_score(words: list[str], score: str | None) 
         ({"plan_modes": ("backward",)}, "unknown plan mode 'backward'"),
         ({"plan_modes": ()}, "`plan_modes` is empty"),
         ({"plan_modes": ("decode",), "heads": ((0, 1),)}, "`plan_modes` has no effect without `plans`"),
-        ({"share": 0.2}, "`share` has no effect without `criterion`"),
         ({"mask_order": "inactive", "mask": "mine"}, "`mask_order` has no effect without `criterion`"),
-        ({"rule": True}, "`rule` has no effect without `criterion`"),
-        ({"run_id": "1a2b"}, "`run_id` has no effect without `criterion`"),
         (
             {"controls": 19, "models": ("a",)},
             "`controls` has no effect without `heads`, `mask`, `criterion` or `plans`",

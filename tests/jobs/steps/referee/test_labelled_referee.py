@@ -23,22 +23,15 @@ from headscan.report.ablation_costs import site_section
 from headscan.runs.model_identity import identify
 from headscan.settings.corpus_settings import ExamplesSpec
 from headscan.settings.evaluation_settings import DEFAULT_CRITERIA, CriteriaComparison
-from headscan.steps.referee.run_labelled_referee import LabelledRefereeConfig, run_labelled_referee
+from headscan.steps.ablate import Ablate
+from headscan.steps.referee.referee_step import Referee
 from headscan.store.store import Store
 from headscan.texts.labelled_texts import LabelledText, read_labelled
 from headscan.verdicts.criterion_points import SitePoint, read_site_points
 from tests.jobs.cli.test_cli import fails
-from tests.jobs.conftest import THREADS, run_on
+from tests.jobs.conftest import THREADS
 from tests.jobs.steps.labelled_models import LABELLED, save_classifier, save_translator, write_lines
-from tests.jobs.steps.labelled_oracle import (
-    Oracle,
-    Refusing,
-    config_of,
-    on_examples,
-    oracle_importance,
-    pool_of,
-    zeroed,
-)
+from tests.jobs.steps.labelled_oracle import Oracle, Refusing, config_of, execute, oracle_importance, zeroed
 from tests.jobs.steps.train_small_models import (
     coloured,
     examples,
@@ -58,6 +51,10 @@ def by_value(values: Mapping[Head, float], kinds: list[str], removed: list[Head]
     return sorted(left, key=lambda head: (values[head], kinds.index(head[0]), head[1:]))
 
 
+def referee(config: Ablate, compared: CriteriaComparison, rank_data: ExamplesSpec | None = None) -> Referee:
+    return Referee(config.model, data=config.data, metric=config.metric, compared=compared, rank_data=rank_data)
+
+
 def at(points: list[SitePoint], criterion: str, site: str, share: float) -> SitePoint:
     (found,) = [p for p in points if (p.criterion, p.site) == (criterion, site) and math.isclose(p.share, share)]
     return found
@@ -75,8 +72,8 @@ def at(points: list[SitePoint], criterion: str, site: str, share: float) -> Site
 def test_shares_remove_the_least_important_heads(family: str, iterative: bool, tmp_path: Path, store: Store) -> None:
     config = config_of(tmp_path, family, "loss")
     compared = CriteriaComparison(("importance",), THIRDS, 0, iterative)
-    asked = LabelledRefereeConfig(config, compared, ExamplesSpec(config.data.path))
-    run_id, points = on_examples(run_labelled_referee, asked, run_on(pool_of(config), store))
+    asked = referee(config, compared, rank_data=config.data)
+    run_id, points = execute(asked, store)
     oracle = Oracle(config, family)
     sites = ["self"] if family == "bert" else ["encoder", "self", "cross"]
     curves = sites if family == "bert" else [*sites, "all"]
@@ -93,7 +90,7 @@ def test_shares_remove_the_least_important_heads(family: str, iterative: bool, t
             point = at(points, "importance", curve, share)
             assert point.heads == set(removed)
             assert point.effect.effect == pytest.approx(oracle.metric("loss", removed) - before, abs=2e-4)
-    assert on_examples(run_labelled_referee, asked, run_on(Refusing(config.model, THREADS), store)) == (run_id, points)
+    assert execute(asked, store, Refusing(config.model, THREADS)) == (run_id, points)
 
 
 @pytest.mark.parametrize("family", [pytest.param("bart", marks=pytest.mark.slow), "bert"])
@@ -101,8 +98,7 @@ def test_effects_scores_and_entropy_order_heads(family: str, tmp_path: Path, sto
     """Measured on one example at a time, without padding."""
     config = config_of(tmp_path, family, "loss")
     names = ("effect", "output_norm_ln", "entropy", "importance_entropy", "importance_ln")
-    asked = LabelledRefereeConfig(config, CriteriaComparison(names, (0.5,), 0), ExamplesSpec(config.data.path))
-    _, points = on_examples(run_labelled_referee, asked, run_on(pool_of(config), store))
+    _, points = execute(referee(config, CriteriaComparison(names, (0.5,), 0), rank_data=config.data), store)
     oracle = Oracle(config, family)
     lm = headscan.load(config.model.source, device="cpu", dtype="float32")
     for kind in lm.grid.kinds:
@@ -158,9 +154,9 @@ def test_losses_that_are_not_finite_are_refused(
 
     monkeypatch.setattr(ClassificationLoss, "losses", broken)
     config = config_of(tmp_path, "bert", "loss")
-    asked = LabelledRefereeConfig(config, CriteriaComparison(("effect",), (0.5,), 0), ExamplesSpec(config.data.path))
+    asked = referee(config, CriteriaComparison(("effect",), (0.5,), 0), rank_data=config.data)
     with pytest.raises(WorkError, match=r"NaN or infinite losses with or without head 0:1, self attention: 1 of"):
-        on_examples(run_labelled_referee, asked, run_on(pool_of(config), store))
+        execute(asked, store)
 
 
 def loss_of(oracle: Oracle, text: LabelledText, heads: list[Head]) -> float:
@@ -170,24 +166,23 @@ def loss_of(oracle: Oracle, text: LabelledText, heads: list[Head]) -> float:
 
 def test_halves_rank_and_judge_different_texts_and_new_shares_join(tmp_path: Path, store: Store) -> None:
     config = config_of(tmp_path, "bert")
-    asked = LabelledRefereeConfig(config, CriteriaComparison(("importance_ln",), (0.5,), 2))
-    run_id, points = on_examples(run_labelled_referee, asked, run_on(pool_of(config), store))
+    run_id, points = execute(referee(config, CriteriaComparison(("importance_ln",), (0.5,), 2)), store)
+    assert config.data is not None
     texts = read_labelled(config.data, config.model, identify(config.model))
     answered = store.query("select distinct question from answers order by 1")["question"].to_pylist()
     assert answered == [text.index for text in texts.halves()[1]] and len(answered) == 6
     assert [point.curve for point in points] == [("importance_ln", ""), ("random", "seed 0"), ("random", "seed 1")]
     assert {len(point.heads) for point in points} == {LAYERS * HEADS // 2} and points[0].metric == "accuracy"
     assert len({point.heads for point in points}) == 3
-    more = LabelledRefereeConfig(config, CriteriaComparison(("importance_ln",), (0.5, 1.0), 0))
-    again, curve = on_examples(run_labelled_referee, more, run_on(pool_of(config), store))
+    again, curve = execute(referee(config, CriteriaComparison(("importance_ln",), (0.5, 1.0), 0)), store)
     assert again == run_id and curve[0] == points[0] and [point.share for point in curve] == [0.5, 1.0]
 
 
 def test_what_cannot_be_compared(tmp_path: Path) -> None:
     config = config_of(tmp_path, "bert")
     with pytest.raises(UnknownNameError, match="gate"):
-        LabelledRefereeConfig(config, CriteriaComparison(DEFAULT_CRITERIA))
-    assert LabelledRefereeConfig(config, CriteriaComparison()).criteria == (*DEFAULT_CRITERIA[:4], "effect")
+        referee(config, CriteriaComparison(DEFAULT_CRITERIA))
+    assert referee(config, CriteriaComparison()).criteria == (*DEFAULT_CRITERIA[:4], "effect")
     for wrong in ({"criteria": ()}, {"shares": (1.2,)}, {"controls": -1}):
         with pytest.raises(InterventionError):
             CriteriaComparison(**wrong)  # type: ignore[arg-type]

@@ -94,7 +94,7 @@ def test_families_share_measurements() -> None:
 
 
 def test_defaults_are_those_of_the_library() -> None:
-    assert read_command(["referee", "demo"]).criteria.compared.build() == CriteriaComparison()
+    assert read_command(["referee", "demo"]).step.compared == CriteriaComparison()
 
 
 def test_repeated_shares_and_criteria_count_once() -> None:
