@@ -17,7 +17,7 @@ from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
 from headscan.options import LOCK_TIMEOUT, LONGEST_WAIT, Group, Option
 from headscan.settings.corpus_settings import DEMO_CORPUS, CorpusSpec, ExamplesSpec
-from headscan.settings.evaluation_settings import RESUME_ANYWAY
+from headscan.settings.evaluation_settings import RESUME_ANYWAY, TaskConfig
 from headscan.steps.results import Json, Result, run_line
 from headscan.steps.step import Step
 from headscan.text_tables import say
@@ -78,6 +78,8 @@ def check_inputs(settings: Any) -> None:
         check_corpus(settings.name)
     if isinstance(settings, ExamplesSpec):
         settings.check_file()
+    if isinstance(settings, TaskConfig):
+        settings.check_folder()
     if isinstance(settings, ModelSpec) and settings.source.endswith("/") and not Path(settings.source).exists():
         raise ModelLoadError(f"no model at {settings.source}: there is no such folder. Check the path")
     for field in fields(settings):

@@ -197,10 +197,13 @@ class TaskConfig:
         check_limits(self, HarnessError)
         if self.include_path is not None:
             object.__setattr__(self, "include_path", os.fspath(self.include_path))
-            if not Path(self.include_path).is_dir():
-                raise HarnessError(f"`include_path={self.include_path}` is no folder. Use a folder with task files")
         if self.fewshot_as_multiturn and not self.apply_chat_template:
             raise HarnessError("`fewshot_as_multiturn=True` needs a chat template. Set `apply_chat_template`, too")
+
+    def check_folder(self) -> None:
+        """Raise HarnessError if ``include_path`` is no folder."""
+        if self.include_path is not None and not Path(self.include_path).is_dir():
+            raise HarnessError(f"`include_path={self.include_path}` is no folder. Use a folder with task files")
 
     def check_effect(self, *others: str) -> None:
         """Raise HarnessError if a setting of prompts, or one of ``others``, is given, but no task."""

@@ -190,6 +190,7 @@ class Tasks:
         self._loaded: Any = {"tasks": {}, "groups": {}}
         if not config.names:
             return
+        config.check_folder()
         with quiet_harness():
             manager = _manager(config)
             task_names = set(manager.all_tasks)

@@ -204,7 +204,9 @@ def test_what_a_user_can_get_wrong(spec: ModelSpec, pool: InProcessPool, task_fo
             Evaluate(spec, TaskConfig(("countin",), include_path=str(task_folder))), run_on(pool, store), [BASELINE]
         )
     with pytest.raises(HarnessError, match="is no folder"):
-        TaskConfig(("counting",), include_path=str(tmp_path / "absent"))
+        run_evaluation(
+            Evaluate(spec, TaskConfig(("counting",), include_path=str(tmp_path / "absent"))), run_on(pool, store), []
+        )
     with pytest.raises(HarnessError, match="no tasks"):
         run_evaluation(Evaluate(spec, TaskConfig()), run_on(pool, store), [BASELINE])
     with pytest.raises(InterventionError, match="empty mask"):
