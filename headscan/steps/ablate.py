@@ -22,7 +22,6 @@ from headscan.settings.evaluation_settings import TASK_TOKENS, RecallQuestions, 
 from headscan.steps.question_step import QuestionStep, demo_task
 from headscan.steps.results import Result
 from headscan.store.tables import ALL_BUT_ONE, EACH
-from headscan.store.verdict_limits import MAX_LOSS
 
 if TYPE_CHECKING:
     from headscan.runs.model_identity import ModelIdentity
@@ -97,16 +96,15 @@ class Ablate(QuestionStep["AblateResult"]):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "model", self.model.in_full_precision())
-        if self.recall is not None:
-            raise InterventionError("`recall` has no effect on single heads: leave it out")
+        self.refuse(("recall", "max_loss"), "on single heads")
         if self.text is not None:
             raise InterventionError("`text` has no effect on single heads: leave it out, or set `corpus`")
-        if self.max_loss != MAX_LOSS:
-            raise InterventionError("`max_loss` has no effect on single heads: leave it out")
         if self.data is not None:
             if self.tasks.names or self.corpus is not None:
                 raise InterventionError("effects have one metric: leave out `data`, or `tasks` and `corpus`")
+            self.refuse(("tasks", "share_prefixes", "replacement", "sequences"), "with `data`")
             return
+        self.refuse(("metric",), "without `data`")
         self.tasks.check_effect()
         if self.corpus is None and not self.tasks.names:
             if not self.model.is_demo:
@@ -116,6 +114,8 @@ class Ablate(QuestionStep["AblateResult"]):
             object.__setattr__(self, "corpus", CorpusSpec(DEMO_CORPUS))
         if self.tasks.names and self.corpus is not None and self.replacement.kind == "zero":
             raise InterventionError("tasks and texts, but effects have one metric. Set either `tasks` or `corpus`")
+        if self.tasks.names:
+            self.refuse(("sequences", "max_tokens"), "with `tasks`")
         object.__setattr__(self, "replacement", self.replacement.with_corpus(self.corpus, self.model))
 
     @property

@@ -67,6 +67,8 @@ class Evaluate(QuestionStep["Verdict"]):
         if isinstance(self.arms, ChosenArms):
             replacement = self.arms.replacement.with_corpus(self.corpus, self.model)
             object.__setattr__(self, "arms", replace(self.arms, replacement=replacement))
+        if not isinstance(self.arms, ChosenArms) or self.arms.replacement.kind == "zero":
+            self.refuse(("corpus",), "without a replacement by texts")
         if self.held_out is None:
             self.check_max_loss()
         elif self.text is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
 
@@ -62,6 +63,13 @@ class QuestionStep(Step[R]):
         check_limits(self, self.error)
         if not self.model.is_demo:
             self.tasks.check_effect()
+
+    def refuse(self, names: Collection[str], why: str) -> None:
+        """Raise ``error`` if one of these fields is set; ``why`` says with what it has no effect."""
+        for each in fields(self):
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            if each.name in names and getattr(self, each.name) != default:
+                raise self.error(f"`{each.name}` has no effect {why}: leave it out")
 
     def check_max_loss(self) -> None:
         """Raise HarnessError if ``max_loss`` is set without ``text``; steps that add a text do not call this."""

@@ -106,6 +106,8 @@ class Sweep(QuestionStep["SweepResult"]):
                 "nothing to sweep: no score, or no share above 0. Set `shares`, and `scores` or `mask_criteria`"
             )
         self.check_max_loss()
+        if self.replacement.kind == "zero":
+            self.refuse(("corpus",), "without a replacement by texts")
         object.__setattr__(self, "replacement", self.replacement.with_corpus(self.corpus, self.model))
 
     @property

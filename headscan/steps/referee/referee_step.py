@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from headscan.errors import InterventionError, unknown_name
 from headscan.options import NO_DATA, Group, Needs, Option
@@ -89,12 +90,16 @@ class Referee(QuestionStep[Any]):
         if self.text is not None:
             raise InterventionError("`text` has no effect on a referee: leave it out, or set `texts.held_out`")
         if self.data is not None:
+            self.refuse(("tasks", "recall", "share_prefixes", "max_loss", "repair"), "with `data`")
+            if self.texts != PruneTexts(max_tokens=self.texts.max_tokens):
+                raise InterventionError("of `texts` only `max_tokens` has an effect with `data`: leave out the others")
             for name in self.criteria:
                 if name not in SITE_CRITERIA:
                     raise unknown_name("criterion of labelled examples", name, SITE_CRITERIA)
             if self.rank_data is not None and not self.rank_data.names_columns:
                 object.__setattr__(self, "rank_data", replace(self.data, path=self.rank_data.path, limit=None))
             return
+        self.refuse(("metric", "rank_data"), "without `data`")
         object.__setattr__(self, "texts", self.texts.of_model(self.model, 96))
         if max(self.compared.shares) >= 1:
             raise InterventionError(f"`shares={max(self.compared.shares):g}` (limit below 1). Lower `shares`")
@@ -113,6 +118,9 @@ class Referee(QuestionStep[Any]):
         if self.data is not None:
             return longest_text(identity, self.texts.max_tokens)
         return max(super().longest(identity), self.texts.longest(identity))
+
+    def for_demo(self, scratch: Path) -> Self:
+        return super().for_demo(scratch) if self.data is None else self
 
     def execute(self, run: Run) -> Any:
         """Return a `Verdict` on all choices, or on ``data`` a `LabelledRefereeResult`."""

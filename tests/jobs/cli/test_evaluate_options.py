@@ -10,10 +10,12 @@ import pytest
 
 from headscan.cli.main import main, read_command
 from headscan.cli.option_parser import UsageError
+from headscan.engine.arms import mask_arm
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.settings.corpus_settings import CorpusSpec
 from headscan.settings.evaluation_settings import ChosenArms, ReplacementConfig
+from headscan.steps.evaluate import Evaluate
 
 
 @pytest.mark.parametrize(
@@ -85,6 +87,12 @@ def test_options_of_a_score_name_the_score(words: list[str], score: str | None) 
 def test_arms_have_limits_without_the_command_line(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(HeadscanError, match=message):
         ChosenArms(**settings)
+
+
+@pytest.mark.parametrize("arms", [ChosenArms(heads=((0, 0),)), [mask_arm([(0, 0)])]])
+def test_a_corpus_needs_a_replacement(arms: Any) -> None:
+    with pytest.raises(HeadscanError, match=r"^`corpus` has no effect without a replacement by texts: leave it out$"):
+        Evaluate("demo", arms=arms, corpus="texts/")  # type: ignore[arg-type]
 
 
 def test_the_loss_of_held_out_text_is_judged(

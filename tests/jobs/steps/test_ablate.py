@@ -308,6 +308,12 @@ def test_bad_settings_name_their_fix(on_text: Ablate, on_task: Ablate, tmp_path:
         replace(on_text, text=text)
     with pytest.raises(InterventionError, match=r"^`max_loss` has no effect on single heads: leave it out$"):
         replace(on_text, max_loss=0.1)
+    with pytest.raises(InterventionError, match=r"^`sequences` has no effect with `tasks`: leave it out$"):
+        replace(on_task, sequences=3)
+    with pytest.raises(InterventionError, match=r"^`max_tokens` has no effect with `tasks`: leave it out$"):
+        replace(on_task, max_tokens=64)
+    with pytest.raises(InterventionError, match=r"^`metric` has no effect without `data`: leave it out$"):
+        replace(on_text, metric="loss")
     with pytest.raises(SequenceError, match=r"`max_tokens=5000` \(limit \d+ positions of"):
         HeldOutText.of_corpus(CorpusSpec("python-stdlib"), on_text.model, max_tokens=5000)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headscan.architectures import HEADS, LAYERS
 from headscan.errors import InterventionError
-from headscan.settings.corpus_settings import ExampleError, LabelledMetric
+from headscan.settings.corpus_settings import CorpusSpec, LabelledMetric
+from headscan.settings.evaluation_settings import ReplacementConfig, TaskConfig
 from headscan.store.store import Store
 from headscan.store.tables import ALL_BUT_ONE, EACH
 from headscan.verdicts.head_effects import HeadEffect, read_effects
@@ -73,8 +75,22 @@ def test_all_but_one_joins_the_run_and_nothing_runs_again(tmp_path: Path, store:
 
 def test_unknown_metrics_are_refused(tmp_path: Path) -> None:
     config = config_of(tmp_path, "bert")
-    with pytest.raises(ExampleError, match=r"`metric='f1'` is unknown. Choose accuracy or bleu or loss"):
+    with pytest.raises(InterventionError, match=r"`metric='f1'` is unknown. Choose accuracy or bleu or loss"):
         replace(config, metric="f1")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "ignored",
+    [
+        {"sequences": 5},
+        {"share_prefixes": True},
+        {"tasks": TaskConfig(bos="never")},
+        {"replacement": ReplacementConfig("mean", CorpusSpec("texts/"))},
+    ],
+)
+def test_settings_of_tasks_and_texts_are_refused(ignored: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(InterventionError, match=f"^`{min(ignored)}` has no effect with `data`: leave it out$"):
+        replace(config_of(tmp_path, "bert"), **ignored)
 
 
 def test_metrics_that_targets_lack_are_refused(tmp_path: Path, store: Store) -> None:

@@ -313,6 +313,7 @@ def test_a_model_that_recalls_little_is_asked_more(tmp_path: Path) -> None:
         ({"scores": ("output_nrom",)}, UnknownNameError, "output_norm"),
         ({"mask_criteria": ("",)}, UnknownNameError, "unknown criterion ''"),
         ({"controls": -1}, InterventionError, "controls=-1"),
+        ({"corpus": "texts/"}, InterventionError, "`corpus` has no effect without a replacement by texts"),
     ],
 )
 def test_a_sweep_that_cannot_be_is_refused(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from headscan.gradients.losses import ClassificationLoss
 from headscan.models.loaded_model import LoadedModel
 from headscan.report.ablation_costs import site_section
 from headscan.runs.model_identity import identify
-from headscan.settings.corpus_settings import ExamplesSpec
+from headscan.settings.corpus_settings import CorpusSpec, ExamplesSpec
 from headscan.settings.evaluation_settings import DEFAULT_CRITERIA, CriteriaComparison
+from headscan.settings.saving_settings import PruneTexts
 from headscan.steps.ablate import Ablate
+from headscan.steps.prune.prune_step import RepairChoice
 from headscan.steps.referee.referee_step import Referee
 from headscan.store.store import Store
 from headscan.texts.labelled_texts import LabelledText, read_labelled
@@ -183,6 +186,17 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="gate"):
         referee(config, CriteriaComparison(DEFAULT_CRITERIA))
     assert referee(config, CriteriaComparison()).criteria == (*DEFAULT_CRITERIA[:4], "effect")
+    asked = referee(config, CriteriaComparison())
+    ignored: dict[str, Any] = {"recall": None, "max_loss": 0.1, "share_prefixes": False, "repair": RepairChoice("o")}
+    for name, value in ignored.items():
+        with pytest.raises(InterventionError, match=f"^`{name}` has no effect with `data`: leave it out$"):
+            replace(asked, **{name: value})
+    with pytest.raises(InterventionError, match=r"^of `texts` only `max_tokens` has an effect with `data`: leave out"):
+        replace(asked, texts=PruneTexts(CorpusSpec("texts/"), max_tokens=64))
+    without: dict[str, Any] = {"metric": "loss", "rank_data": config.data}
+    for name, value in without.items():
+        with pytest.raises(InterventionError, match=f"^`{name}` has no effect without `data`: leave it out$"):
+            Referee(config.model, texts=PruneTexts(CorpusSpec("texts/")), **{name: value})
     for wrong in ({"criteria": ()}, {"shares": (1.2,)}, {"controls": -1}):
         with pytest.raises(InterventionError):
             CriteriaComparison(**wrong)  # type: ignore[arg-type]
@@ -218,6 +232,7 @@ def test_faults_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     start = ["referee", save_classifier(tmp_path / "m"), "--store", tmp_path / "s.duckdb"]
     fails(capsys, [*start, "--data", data, "--repair", "o"], "--repair has no effect with --data")
     fails(capsys, [*start, "--data", data, "--criteria", "gate"], "unknown criterion of labelled examples 'gate'")
+    fails(capsys, ["referee", "demo", *start[2:], "--data", data], "has no loss on labels")
     fails(capsys, [*start, "--corpus", "c", "--metric", "loss"], "--metric has no effect without --data")
     fails(capsys, [*start, "--corpus", "c", "--rank-data", data], "--rank-data has no effect without --data")
 
