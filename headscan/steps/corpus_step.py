@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.errors import HeadscanError
 from headscan.options import Group, Option, check_limits
@@ -31,6 +31,8 @@ class CorpusStep(Step["CorpusRunResult"]):
             and 16 sequences for a part of the corpus.
     """
 
+    error: ClassVar = CorpusRunError
+
     corpus: Annotated[CorpusSpec | None, Group("corpus")] = None
     tokens: Annotated[TokenConfig, Group("sequences")] = field(default_factory=TokenConfig)
     shard_size: Annotated[
@@ -43,7 +45,7 @@ class CorpusStep(Step["CorpusRunResult"]):
     ] = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_limits(self, CorpusRunError)
+        check_limits(self, self.error)
         if self.corpus is None and not self._has_other_texts:
             if not self.model.is_demo:
                 raise CorpusRunError(f"`corpus` is required: {self._required}")

@@ -64,6 +64,10 @@ class Importance(CorpusStep):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.data is not None:
+            self.refuse(("corpus", "recall_prompts"), "with `data`")
+            if self.tokens != TokenConfig(self.tokens.max_tokens):
+                raise CorpusRunError("`tokens` have no effect with `data`, except `max_tokens`: leave the others out")
         if self.tokens.min_tokens < 2:
             raise CorpusRunError(
                 f"`min_tokens={self.tokens.min_tokens}` (limit 2, the last one is predicted). Raise `min_tokens`"

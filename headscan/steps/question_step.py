@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
 
@@ -39,7 +38,6 @@ class QuestionStep(Step[R]):
         text: Ordinary text whose loss is measured; None omits it.
         max_loss: Largest increase of that loss of a safe arm, in nats per token.
         demo_questions: Questions of the demo's own task, and of each of its recall tasks, on the command line.
-        error: Class of errors of settings that are out of range.
 
     Raises:
         HarnessError: ``max_loss`` is out of range, or a setting has no effect.
@@ -63,13 +61,6 @@ class QuestionStep(Step[R]):
         check_limits(self, self.error)
         if not self.model.is_demo:
             self.tasks.check_effect()
-
-    def refuse(self, names: Collection[str], why: str) -> None:
-        """Raise ``error`` if one of these fields is set; ``why`` says with what it has no effect."""
-        for each in fields(self):
-            default = each.default if each.default_factory is MISSING else each.default_factory()
-            if each.name in names and getattr(self, each.name) != default:
-                raise self.error(f"`{each.name}` has no effect {why}: leave it out")
 
     def check_max_loss(self) -> None:
         """Raise HarnessError if ``max_loss`` is set without ``text``; steps that add a text do not call this."""

@@ -9,10 +9,12 @@ and those of the steps import no library, so that help starts at once; `execute`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self, TypeVar, Unpack
 
+from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Group
 
@@ -35,6 +37,7 @@ class Step(ABC, Generic[R]):
         needs_tokenizer: The step refuses a model without a tokenizer before it begins.
         stores: Options of the store that the command line has.
         of_model: Methods of the step that load a model; empty: all.
+        error: Class of errors of settings that are out of range.
         evaluates: The step asks questions, which needs memory for logits and a KV cache.
     """
 
@@ -42,6 +45,7 @@ class Step(ABC, Generic[R]):
 
     common: ClassVar[str]
     needs_tokenizer: ClassVar = True
+    error: ClassVar[type[HeadscanError]] = HeadscanError
     evaluates: ClassVar = False
     stores: ClassVar[tuple[str, ...]] = ("store", "resume_anyway")
     of_model: ClassVar[tuple[str, ...]] = ()
@@ -50,6 +54,13 @@ class Step(ABC, Generic[R]):
     def batch_tokens(self) -> int:
         """Tokens of one forward pass, with padding, unless the devices say otherwise."""
         return BATCH_TOKENS
+
+    def refuse(self, names: Collection[str], why: str) -> None:
+        """Raise ``error`` if one of these fields is set; ``why`` says with what it has no effect."""
+        for each in fields(self):
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            if each.name in names and getattr(self, each.name) != default:
+                raise self.error(f"`{each.name}` has no effect {why}: leave it out")
 
     def for_demo(self, scratch: Path) -> Self:
         """Return the step with what the bundled model brings along and a command line leaves out, such as a task."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from headscan.cluster.pool import Pool, open_pool
 from headscan.model_spec import ModelSpec
 from headscan.runs.model_identity import identify
 from headscan.runs.run_context import Run
-from headscan.settings.corpus_settings import ExamplesSpec
+from headscan.settings.corpus_settings import CorpusSpec, ExamplesSpec, TokenConfig
 from headscan.steps.corpus_step import CorpusRunError
 from headscan.steps.importance import Importance
 from headscan.steps.run_corpus import CorpusRunResult
@@ -119,6 +120,14 @@ def test_other_labels_are_another_run_and_the_same_ones_are_done(tmp_path: Path,
 def test_settings_out_of_range_are_named() -> None:
     with pytest.raises(CorpusRunError, match="Choose mean or sum"):
         Importance(ModelSpec("m"), data=ExamplesSpec("d"), reduction="max")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "without_effect", [{"corpus": CorpusSpec("c")}, {"recall_prompts": 4}, {"tokens": TokenConfig(64, mode="pack")}]
+)
+def test_settings_of_a_corpus_are_refused_with_examples(without_effect: dict[str, Any]) -> None:
+    with pytest.raises(CorpusRunError, match=rf"`{next(iter(without_effect))}` ha(s|ve) no effect with `data`"):
+        Importance(ModelSpec("m"), data=ExamplesSpec("d"), **without_effect)
 
 
 def test_the_verb_reads_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str], model_folder: Path) -> None:
