@@ -18,8 +18,8 @@ from headscan.pruning.calibration import Calibration
 from headscan.pruning.damage_curve import layer_moments
 from headscan.pruning.edited_model import NO_EDITS, Divergence, Edits, edited, logits
 from headscan.pruning.head_selection import HeadSelection
-from headscan.pruning.selection_settings import SelectionConfig
 from headscan.pruning.repair import divergences, repair
+from headscan.pruning.selection_settings import SelectionConfig
 from headscan.settings.evaluation_settings import RecallQuestions
 from headscan.settings.saving_settings import RecallPrompts
 from headscan.steps.prune.calibration_texts import CalibrationPrompts

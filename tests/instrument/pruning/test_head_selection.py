@@ -18,8 +18,8 @@ from headscan.pruning.calibration import Calibration
 from headscan.pruning.damage_curve import layer_moments
 from headscan.pruning.edited_model import NO_EDITS, Divergence, Edits
 from headscan.pruning.head_selection import CHOICES, Counts, HeadSelection, RepairedDamage, SelectionStage, best_nearby
-from headscan.pruning.selection_settings import SelectionConfig
 from headscan.pruning.repair import RepairConfig, Repaired, repair
+from headscan.pruning.selection_settings import SelectionConfig
 from tests.instrument.pruning.texts import random_texts
 from tests.small_models import make_loaded
 

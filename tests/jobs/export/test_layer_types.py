@@ -187,7 +187,7 @@ def test_commands_for_a_folder_with_spaces_are_shell_words() -> None:
         ("layer-types --plan SINKS --out x", "windows keep 4 first tokens"),
         ("layer-types --plan SINKS --architecture ministral --out x", "--architecture has no effect without MODEL"),
         ("decilm --plan SINKS --out x", "MODEL goes with a format of models"),
-        ("tensorrt-llm demo --plan SINKS --out x", "MODEL goes with a format of models"),
+        ("tensorrt-llm demo --plan SINKS --out x", "MODEL has no effect on tensorrt-llm"),
         ("gguf demo --plan SINKS --out x", "--plan has no effect on gguf"),
         ("decilm demo --architecture ministral --out x", "--architecture has no effect on decilm"),
         ("layer-types demo --out x", "cannot read head_plan.json"),

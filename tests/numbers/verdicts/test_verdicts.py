@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from headscan.steps.results import arm_row
 from headscan.errors import StoreError, VerdictError
+from headscan.steps.results import arm_row
 from headscan.store.records import ArmKind, ArmRecord, RunRecord
 from headscan.store.store import Store
 from headscan.verdicts.arm_verdict import ArmVerdict, Outcome
