@@ -200,6 +200,11 @@ class TaskConfig:
         if self.fewshot_as_multiturn and not self.apply_chat_template:
             raise HarnessError("`fewshot_as_multiturn=True` needs a chat template. Set `apply_chat_template`, too")
 
+    @classmethod
+    def of(cls, tasks: Any) -> Any:
+        """Return settings of the tasks that a tuple or a list names; others stay as they are, and are checked later."""
+        return cls(tuple(tasks)) if isinstance(tasks, tuple | list) else tasks
+
     def check_folder(self) -> None:
         """Raise HarnessError if ``include_path`` is no folder."""
         if self.include_path is not None and not Path(self.include_path).is_dir():
@@ -423,6 +428,8 @@ class ChosenArms:
 
 #: Words that stand for several scores.
 SCORE_SETS = {"all": tuple(SCORES), "none": ()}
+
+
 @dataclass(frozen=True)
 class LossTexts:
     """Texts whose loss is judged next to the tasks."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from headscan.errors import InterventionError
 from headscan.options import Group, Needs, Option
 from headscan.settings.corpus_settings import CorpusSpec
 from headscan.settings.evaluation_settings import LOSS_LIMITS, ChosenArms, HarnessError, LossTexts
@@ -64,6 +65,8 @@ class Evaluate(QuestionStep["Verdict"]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.arms, ChosenArms | Sequence):
+            raise InterventionError(f"`arms={self.arms!r}` is neither ChosenArms nor a list of arms. Pass one of them")
         if isinstance(self.arms, ChosenArms):
             replacement = self.arms.replacement.with_corpus(self.corpus, self.model)
             object.__setattr__(self, "arms", replace(self.arms, replacement=replacement))

@@ -59,6 +59,7 @@ class Generate(Step["GenerationComparison"]):
     common: ClassVar = (
         "MODEL --plan --prompt-file --apply-chat-template --max-new-tokens --rounds --json --dtype --device"
     )
+    keeps_rows: ClassVar = False
     stores: ClassVar = ()
     evaluates: ClassVar = True
 

@@ -70,6 +70,7 @@ def open_run(step: Step[Any], store: str | Path | None, options: JobOptions) -> 
     """Yield the `Run` of a step, or its `ModelContext` if ``store`` is None; options are checked before a file is read.
 
     Raises:
+        StoreError: ``store`` is None, and the step keeps rows.
         PlanError: ``store`` is None, and an option of a store is given. ``resume_anyway=False`` is what happens anyway.
     """
     if unknown := options.keys() - JobOptions.__annotations__.keys():
@@ -82,6 +83,8 @@ def open_run(step: Step[Any], store: str | Path | None, options: JobOptions) -> 
                 f"`ray_address={checked.ray_address}`: this step runs in one process. Leave out `ray_address`"
             )
         devices = devices.in_this_process()
+    if store is None and step.keeps_rows:
+        raise StoreError("`store=None`: the rows have no place. Name a DuckDB file")
     if store is None:
         for name, given in (("resume_anyway", checked.resume_anyway), ("lock_timeout", "lock_timeout" in options)):
             if given:

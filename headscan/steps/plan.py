@@ -69,6 +69,7 @@ class Plan(Step["HeadPlan"]):
         "MODEL --method --unit --window-share --kv-bytes --at --recent --corpus --sequences --confirm --out --store"
     )
     of_model: ClassVar = _MEASURED
+    keeps_rows: ClassVar = False
     evaluates: ClassVar = True
 
     model: Annotated[ModelSpec | None, Group("model", _MEASURED)] = None  # type: ignore[assignment]

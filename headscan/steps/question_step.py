@@ -56,8 +56,7 @@ class QuestionStep(Step[R]):
     max_loss: Annotated[float, LOSS_LIMITS] = MAX_LOSS
 
     def __post_init__(self) -> None:
-        if isinstance(self.tasks, tuple | list):
-            object.__setattr__(self, "tasks", TaskConfig(self.tasks))
+        object.__setattr__(self, "tasks", TaskConfig.of(self.tasks))
         check_limits(self, self.error)
         if not self.model.is_demo:
             self.tasks.check_effect()

@@ -35,6 +35,7 @@ class Step(ABC, Generic[R]):
     Attributes:
         common: Options of the short help page.
         needs_tokenizer: The step refuses a model without a tokenizer before it begins.
+        keeps_rows: The step needs a store.
         stores: Options of the store that the command line has.
         of_model: Methods of the step that load a model; empty: all.
         error: Class of errors of settings that are out of range.
@@ -47,6 +48,7 @@ class Step(ABC, Generic[R]):
     needs_tokenizer: ClassVar = True
     error: ClassVar[type[HeadscanError]] = HeadscanError
     evaluates: ClassVar = False
+    keeps_rows: ClassVar = True
     stores: ClassVar[tuple[str, ...]] = ("store", "resume_anyway")
     of_model: ClassVar[tuple[str, ...]] = ()
 

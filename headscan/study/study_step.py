@@ -138,6 +138,7 @@ class Study(Step["StudyAnswer"]):
     dry_run: Annotated[bool, Option("print the steps and their times, and keep nothing")] = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tasks", TaskConfig.of(self.tasks))
         check_limits(self, StudyError)
         object.__setattr__(self, "model", self.model.in_full_precision())
         object.__setattr__(self, "out", Path(self.out))
