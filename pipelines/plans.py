@@ -50,7 +50,7 @@ from headscan.steps.scan import Scan
 from headscan.store.store import Store
 from headscan.text_tables import text_table
 from headscan.texts import CorpusSpec, TokenConfig
-from headscan.windows import KeptKeys, Window
+from headscan.windows import KeptKeys
 
 #: The plan that is compared with all others.
 MEASURED = "measured"

@@ -23,7 +23,7 @@ from headscan.texts.continuation_task import CONTINUATION, write_task
 from headscan.texts.stdlib_files import held_out_files
 from tests.numbers.conftest import make_profiles, make_stats, write_scan
 from tests.numbers.sweep_fixtures import write_sweep
-from tests.sources import ROOT, modules, public_names
+from tests.sources import ROOT, modules
 from tests.test_readme import PAGES, README
 
 #: Pages whose commands on the demo model run in order in one folder.
@@ -82,11 +82,10 @@ def test_attributes_and_arguments_in_python_blocks_exist() -> None:
                 if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "headscan":
                     assert hasattr(headscan, node.attr), f"{name}: {ast.unparse(node)}"
                     checked += 1
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                    if ast.unparse(node.func.value) == "headscan":
-                        called = getattr(headscan, node.func.attr)
-                        keywords = {each.arg for each in node.keywords} - {None}
-                        assert keywords <= inspect.signature(called).parameters.keys(), ast.unparse(node)
+                if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("headscan."):
+                    called = resolve_name(ast.unparse(node.func))
+                    keywords = {each.arg for each in node.keywords} - {None}
+                    assert keywords <= inspect.signature(called).parameters.keys(), ast.unparse(node)
     assert checked >= 20
 
 
