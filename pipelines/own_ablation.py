@@ -60,4 +60,4 @@ kind = headscan.ArmKind.RULE
 arm = headscan.Arm(ablation.label, kind, ablation, ablation.score, share, selection="least of each layer")
 arms = [arm, *headscan.random_controls(lm.grid, [arm], 3)]
 tasks = headscan.TaskConfig(("which_passage",), str(task))
-print(headscan.Evaluate(model="demo", tasks=tasks, recall=None, arms=arms).run(folder / "heads.duckdb"))
+print(headscan.Evaluate(headscan.ModelSpec("demo"), tasks, recall=None, arms=arms).run(folder / "heads.duckdb"))

@@ -20,7 +20,7 @@ shutil.rmtree(out, ignore_errors=True)
 
 # 1. Choose a fifth of the heads, repair what is left, and save. `headscan prune` also gives a verdict.
 pruning = headscan.Prune(
-    model="demo",
+    headscan.ModelSpec("demo"),
     share=0.2,
     texts=headscan.PruneTexts(sequences=24, max_tokens=128),
     timing=None,

@@ -17,7 +17,7 @@ store = folder / "scan.duckdb"
 # 1. One row of statistics per sequence, layer and head. The same call again resumes.
 corpus = headscan.CorpusSpec("python-stdlib-heldout", limit_documents=8)
 tokens = headscan.TokenConfig(256, mode="chunk", limit_sequences=64)
-headscan.Scan(model="demo", corpus=corpus, tokens=tokens).run(store)
+headscan.Scan(headscan.ModelSpec("demo"), corpus, tokens).run(store)
 
 # 2. SQL, as relations: .df() and .pl() give frames.
 tables = headscan.open_store(store)

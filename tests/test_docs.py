@@ -82,10 +82,10 @@ def test_attributes_and_arguments_in_python_blocks_exist() -> None:
                 if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "headscan":
                     assert hasattr(headscan, node.attr), f"{name}: {ast.unparse(node)}"
                     checked += 1
-                if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("headscan."):
-                    called = resolve_name(ast.unparse(node.func))
-                    keywords = {each.arg for each in node.keywords} - {None}
-                    assert keywords <= inspect.signature(called).parameters.keys(), ast.unparse(node)
+                called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+                if re.fullmatch(r"headscan\.\w+", called):
+                    keywords = {each.arg for each in getattr(node, "keywords", ())} - {None}
+                    assert keywords <= inspect.signature(resolve_name(called)).parameters.keys(), called
     assert checked >= 20
 
 
