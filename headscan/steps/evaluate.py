@@ -103,13 +103,13 @@ class Evaluate(QuestionStep["Verdict"]):
         return judge(run.store, run_id, max_loss=self.max_loss, baseline_alone=True)
 
     def check_inputs(self, store: Store) -> None:
-        from headscan.models.model_facts import check_bounds
-
         if isinstance(self.arms, ChosenArms):
             self.arms.head_plans  # noqa: B018  # reads the files
             if self.arms.mask or self.arms.criterion:
                 store.runs()  # raises if there is none
             if self.arms.heads:
+                from headscan.models.model_facts import check_bounds
+
                 check_bounds(self.model.config(), self.arms.heads)
 
     def shown(self, result: Verdict, store: Store) -> Result:

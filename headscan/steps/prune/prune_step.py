@@ -451,13 +451,14 @@ class Prune(QuestionStep["PruneResult"]):
         return self.controls if method == first_chosen else 0, method == first_of_heads and not is_control
 
     def check_inputs(self, store: Store) -> None:
-        from headscan.models.model_facts import check_bounds
-        from headscan.steps.prune.work_folder import check_place
-
         if self.import_heads and not Path(self.import_heads).is_file():
             raise PruningError(f"no file {self.import_heads}: give a JSON list of [layer, head]")
         if self.mask or (not self.names_heads and not set(self.methods) <= {*SET_METHODS, *self.orders}):
             store.runs()  # raises if there is none
+        # The imports load torch, which takes seconds.
+        from headscan.models.model_facts import check_bounds
+        from headscan.steps.prune.work_folder import check_place
+
         check_bounds(self.model.config(), self.heads)
         check_place(Path(self.out))
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.catalog import head_count
 from headscan.errors import PruningError
 from headscan.grid import Head, HeadGrid, Unit, find_units
 from headscan.options import Count, Limits, check_limits
-from headscan.pruning.head_selection import Allowed
 from headscan.settings.saving_settings import KvCounts
+
+if TYPE_CHECKING:
+    from headscan.pruning.head_selection import Allowed
 
 
 def all_units(grid: HeadGrid, unit: Unit) -> list[tuple[Head, ...]]:

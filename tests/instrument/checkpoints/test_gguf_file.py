@@ -145,14 +145,14 @@ def test_a_run_records_the_quantisation_and_other_weights_are_another_model(tmp_
     spec = ModelSpec(str(_write(tmp_path / "tiny.gguf", model, "Q8_0")))
     assert identify(spec).name == "tiny.Q8_0"
     assert model_sizes(spec, 16).parameters == sum(weight.numel() for weight in model.parameters())
-    assert json.loads((Path(spec.source) / "config.json").read_text())["gguf_source"] == {
+    assert json.loads((Path(spec.folder) / "config.json").read_text())["gguf_source"] == {
         "file": "tiny.gguf",
         "quantization": "Q8_0",
     }
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight.add_(0.1)
     other = ModelSpec(str(_write(tmp_path / "tiny.gguf", model, "Q8_0")))
-    assert other.source != spec.source and weights_hash(other.source) != weights_hash(spec.source)
+    assert other.folder != spec.folder and weights_hash(other.folder) != weights_hash(spec.folder)
 
 
 def test_a_file_is_converted_once(tmp_path: Path) -> None:
