@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, make_dataclass, replace
 from functools import cache
@@ -144,12 +143,9 @@ class StepVerb:
             store = self.store.open(writes=step.model is not None)
         step.check_inputs(store)
         quiet_libraries()
-        with tempfile.TemporaryDirectory() as scratch:
-            if step.model is not None and step.model.is_demo:
-                step = step.for_demo(Path(scratch))
-                if getattr(step, "corpus", None) == CorpusSpec(DEMO_CORPUS):
-                    say(f"corpus: {DEMO_CORPUS}")
-            result = step.run(None if self.store is None else self.store.path, **options)
+        if step.model is not None and step.model.is_demo and getattr(step, "corpus", None) == CorpusSpec(DEMO_CORPUS):
+            say(f"corpus: {DEMO_CORPUS}")
+        result = step.run(None if self.store is None else self.store.path, **options)
         return step.shown(result, store)
 
 

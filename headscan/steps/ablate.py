@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from headscan.errors import InterventionError
 from headscan.options import NO_DATA, Group, Needs, Option
-from headscan.settings.corpus_settings import (
-    DEMO_CORPUS,
-    LONGEST_TEXT,
-    SHORTEST,
-    CorpusSpec,
-    ExamplesSpec,
-    Metric,
-    longest_text,
-)
+from headscan.settings.corpus_settings import LONGEST_TEXT, SHORTEST, CorpusSpec, ExamplesSpec, Metric, longest_text
 from headscan.settings.evaluation_settings import TASK_TOKENS, RecallQuestions, ReplacementConfig, TaskConfig
 from headscan.steps.question_step import QuestionStep, demo_task
 from headscan.steps.results import Result
@@ -106,12 +98,8 @@ class Ablate(QuestionStep["AblateResult"]):
             return
         self.refuse(("metric",), "without `data`")
         self.tasks.check_effect()
-        if self.corpus is None and not self.tasks.names:
-            if not self.model.is_demo:
-                raise InterventionError(
-                    "`tasks` or `corpus` is required, or `data` of labelled examples: name one of them"
-                )
-            object.__setattr__(self, "corpus", CorpusSpec(DEMO_CORPUS))
+        if not self.tasks.names:
+            self.require_corpus("name texts, or `tasks`, or `data` of labelled examples")
         if self.tasks.names and self.corpus is not None and self.replacement.kind == "zero":
             raise InterventionError("tasks and texts, but effects have one metric. Set either `tasks` or `corpus`")
         if self.tasks.names:

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.errors import HeadscanError
-from headscan.options import Group, Option, check_limits
-from headscan.settings.corpus_settings import DEMO_CORPUS, CorpusSpec, TokenConfig, longest_text
+from headscan.options import Group, Option
+from headscan.settings.corpus_settings import CorpusSpec, TokenConfig, longest_text
 from headscan.steps.results import Result
 from headscan.steps.step import Step
 
@@ -45,18 +45,8 @@ class CorpusStep(Step["CorpusRunResult"]):
     ] = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_limits(self, self.error)
-        if self.corpus is None and not self._has_other_texts:
-            if not self.model.is_demo:
-                raise CorpusRunError(f"`corpus` is required: {self._required}")
-            object.__setattr__(self, "corpus", CorpusSpec(DEMO_CORPUS))
-
-    #: What to name if there is no text.
-    _required = "name a file, a folder, a data set or a built-in corpus"
-
-    @property
-    def _has_other_texts(self) -> bool:
-        return False
+        super().__post_init__()
+        self.require_corpus()
 
     def longest(self, identity: ModelIdentity) -> int:
         return longest_text(identity, self.tokens.max_tokens)

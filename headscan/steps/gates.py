@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from headscan.errors import GateError
 from headscan.gates.gate_settings import GateFitConfig
-from headscan.options import Group, Option, Site, check_limits
-from headscan.settings.corpus_settings import DEMO_CORPUS, SHORTEST, CorpusSpec
+from headscan.options import Group, Option, Site
+from headscan.settings.corpus_settings import SHORTEST, CorpusSpec
 from headscan.steps.results import Result
 from headscan.steps.step import Step
 
@@ -37,6 +37,8 @@ class Gates(Step["GatesResult"]):
 
     common: ClassVar = "MODEL --corpus --store --share --objective --steps --sequences --max-tokens --dtype --device"
 
+    error: ClassVar = GateError
+
     corpus: Annotated[CorpusSpec | None, Group("texts")] = None
     fit: Annotated[GateFitConfig, Group("fit")] = field(default_factory=GateFitConfig)
     two_sided: Annotated[
@@ -47,13 +49,10 @@ class Gates(Step["GatesResult"]):
     max_tokens: Annotated[int, Option("longest text in tokens, at most the model's context", least=SHORTEST)] = 128
 
     def __post_init__(self) -> None:
-        check_limits(self, GateError)
+        super().__post_init__()
         if self.fit.share is None:
             raise GateError("`share=None` (limit above 0, below 1). Set the share of heads to close")
-        if self.corpus is None:
-            if not self.model.is_demo:
-                raise GateError("`corpus` is required: name a file, a folder, a data set or a built-in corpus")
-            object.__setattr__(self, "corpus", CorpusSpec(DEMO_CORPUS))
+        self.require_corpus()
 
     @property
     def batch_tokens(self) -> int:

@@ -127,7 +127,11 @@ class Generate(Step["GenerationComparison"]):
         """Return the length of the whole text."""
         return len(self.prompt_ids(identity)) + self.max_new_tokens
 
-    def run(self, store: None = None, **options: Unpack[JobOptions]) -> GenerationComparison:
+    def run(self, store: str | Path | None = None, **options: Unpack[JobOptions]) -> GenerationComparison:
+        if store is not None:
+            from headscan.plans import PlanError
+
+            raise PlanError(f"`store={store}`: a comparison of texts is not stored. Leave out `store`")
         return super().run(None, **options)
 
     def execute(self, run: ModelContext) -> GenerationComparison:

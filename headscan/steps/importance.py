@@ -56,11 +56,9 @@ class Importance(CorpusStep):
         ),
     ] = 0
 
-    _required = "name a text, or a file of labelled examples as `data`"
-
-    @property
-    def _has_other_texts(self) -> bool:
-        return self.data is not None
+    def require_corpus(self, required: str = "name a text, or a file of labelled examples as `data`") -> None:
+        if self.data is None:
+            super().require_corpus(required)
 
     def __post_init__(self) -> None:
         super().__post_init__()

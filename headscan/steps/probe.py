@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.catalog import BEHAVIOURS
 from headscan.errors import HeadscanError
 from headscan.measure.probe_settings import BehaviourProbe
-from headscan.options import Group, Needs, Option, check_limits
+from headscan.options import Group, Needs, Option
 from headscan.settings.corpus_settings import CorpusSpec
 from headscan.steps.results import Result
 from headscan.steps.step import Step
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from headscan.store.store import Store
 
 #: Condition of options of the behaviour that is measured on texts; without --behaviours, it is, too.
-_RETRIEVED = Needs(
-    key="behaviours", values=("retrieval_score",), unless=Needs(key="behaviours", absent=True), of=("lengths", "depths")
-)
+_RETRIEVED = Needs(key="behaviours", values=("retrieval_score",), unless=Needs(key="behaviours", absent=True))
 #: Heads shown for each behaviour.
 _SHOWN = 5
 
@@ -48,6 +46,7 @@ class Probe(Step["ProbeResult"]):
 
     common: ClassVar = "MODEL --behaviours --lengths --corpus --store --json --dtype --device --ray-address"
     needs_tokenizer: ClassVar = False
+    error: ClassVar = ProbeError
 
     behaviours: Annotated[
         tuple[str, ...],
@@ -55,19 +54,17 @@ class Probe(Step["ProbeResult"]):
             f"comma-separated behaviours: {', '.join(BEHAVIOURS)} (default: all)", kind="behaviour", names=BEHAVIOURS
         ),
     ] = ()
-    corpus: Annotated[
-        CorpusSpec,
-        Group(
-            "retrieval_score",
-            needs=(Needs(key="behaviours", values=("retrieval_score",), unless=Needs(key="behaviours", absent=True)),),
-        ),
-    ] = field(default_factory=lambda: CorpusSpec("python-stdlib"))
-    probe: Annotated[BehaviourProbe, Group("retrieval_score", needs=(_RETRIEVED,))] = field(
-        default_factory=BehaviourProbe
+    corpus: Annotated[CorpusSpec, Group("retrieval_score", needs=(_RETRIEVED,))] = field(
+        default_factory=lambda: CorpusSpec("python-stdlib")
     )
+    probe: Annotated[
+        BehaviourProbe, Group("retrieval_score", needs=(replace(_RETRIEVED, of=("lengths", "depths")),))
+    ] = field(default_factory=BehaviourProbe)
 
     def __post_init__(self) -> None:
-        check_limits(self, ProbeError)
+        super().__post_init__()
+        if self.behaviours and "retrieval_score" not in self.behaviours:
+            self.refuse(("corpus",), "without retrieval_score")
 
     def longest(self, identity: ModelIdentity) -> int:
         return max(self.probe.lengths_within(identity.max_tokens))

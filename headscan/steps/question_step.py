@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
 
 from headscan.catalog import RECALL_NAMES
 from headscan.errors import HeadscanError
-from headscan.options import Group, Option, check_limits
+from headscan.options import Group, Option
 from headscan.settings.evaluation_settings import LOSS_LIMITS, TASK_TOKENS, HarnessError, RecallQuestions, TaskConfig
 from headscan.steps.step import Step
 from headscan.store.verdict_limits import MAX_LOSS
@@ -57,7 +57,7 @@ class QuestionStep(Step[R]):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tasks", TaskConfig.of(self.tasks))
-        check_limits(self, self.error)
+        super().__post_init__()
         if not self.model.is_demo:
             self.tasks.check_effect()
 

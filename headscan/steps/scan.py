@@ -88,6 +88,11 @@ class Scan(CorpusStep):
         ),
     ] = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.statistics:
+            self.refuse(("panel",), "with `statistics`")
+
     @property
     def measured(self) -> tuple[str, ...]:
         """Names of the measured statistics and profiles, sorted."""

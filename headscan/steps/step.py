@@ -8,15 +8,17 @@ and those of the steps import no library, so that help starts at once; `execute`
 
 from __future__ import annotations
 
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Annotated, ClassVar, Generic, Self, TypeVar, Unpack
 
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
-from headscan.options import BATCH_TOKENS, Group
+from headscan.options import BATCH_TOKENS, Group, check_limits
+from headscan.settings.corpus_settings import DEMO_CORPUS, CorpusSpec
 
 if TYPE_CHECKING:
     from headscan.runs.model_identity import ModelIdentity
@@ -52,6 +54,9 @@ class Step(ABC, Generic[R]):
     stores: ClassVar[tuple[str, ...]] = ("store", "resume_anyway")
     of_model: ClassVar[tuple[str, ...]] = ()
 
+    def __post_init__(self) -> None:
+        check_limits(self, self.error)
+
     @property
     def batch_tokens(self) -> int:
         """Tokens of one forward pass, with padding, unless the devices say otherwise."""
@@ -64,8 +69,15 @@ class Step(ABC, Generic[R]):
             if each.name in names and getattr(self, each.name) != default:
                 raise self.error(f"`{each.name}` has no effect {why}: leave it out")
 
+    def require_corpus(self, required: str = "name a file, a folder, a data set or a built-in corpus") -> None:
+        """Name the corpus of the bundled model if ``corpus`` is None; raise ``error`` for other models."""
+        if getattr(self, "corpus", None) is None:
+            if not self.model.is_demo:
+                raise self.error(f"`corpus` is required: {required}")
+            object.__setattr__(self, "corpus", CorpusSpec(DEMO_CORPUS))
+
     def for_demo(self, scratch: Path) -> Self:
-        """Return the step with what the bundled model brings along and a command line leaves out, such as a task."""
+        """Return the step with what the bundled model brings along, such as a task, which is written to a folder."""
         return self
 
     def check_inputs(self, store: Store) -> None:
@@ -88,11 +100,11 @@ class Step(ABC, Generic[R]):
     def shown(self, result: R, store: Store) -> Result:
         """Return what the command line prints."""
 
-    def run(self, store: Any, **options: Unpack[JobOptions]) -> R:
+    def run(self, store: str | Path | None, **options: Unpack[JobOptions]) -> R:
         """Do the step into a store; the same call again resumes.
 
         Args:
-            store: DuckDB file (a name or `Path`); a missing one is created.
+            store: DuckDB file; a missing one is created.
             options: See `JobOptions`.
 
         Raises:
@@ -100,5 +112,7 @@ class Step(ABC, Generic[R]):
         """
         from headscan.steps.open_run import open_run
 
-        with open_run(self, store, options) as run:
-            return self.execute(run)
+        with tempfile.TemporaryDirectory() as scratch:
+            step = self.for_demo(Path(scratch)) if self.model.is_demo else self
+            with open_run(step, store, options) as run:
+                return step.execute(run)

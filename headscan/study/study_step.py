@@ -192,7 +192,7 @@ class Study(Step["StudyAnswer"]):
     def longest(self, identity: ModelIdentity) -> int:
         return max(TASK_TOKENS, self.max_tokens or 0)
 
-    def run(self, store: None = None, **options: Unpack[JobOptions]) -> StudyAnswer:
+    def run(self, store: str | Path | None = None, **options: Unpack[JobOptions]) -> StudyAnswer:
         """Run the study; its store is ``study.duckdb`` in its folder. A dry run returns the times of its steps."""
         if store is not None:
             raise StudyError(f"`store={store}`: a study has its own store, `study.duckdb` in `out`. Leave out `store`")
