@@ -93,10 +93,6 @@ class StoreLockedError(StoreError):
     """Another process held the store for longer than the timeout."""
 
 
-class FinishedArmError(StoreError):
-    """A finished arm got responses; another process may have finished it."""
-
-
 class StoreFullError(StoreError):
     """The store's disk or quota is full; nothing was written."""
 

@@ -31,8 +31,7 @@ class Sql(StoreVerb):
         headscan sql "from head_summary" --parquet tables/
 
     Tables: runs, shards, sequences, head_statistics, head_summaries, measure_pools, head_behaviours, head_importance,
-    head_effects, head_gates, masks, mask_heads, arms, responses, answers, arm_results, arm_verdicts, split_verdicts,
-    measured_units.
+    head_effects, head_gates, masks, mask_heads, arms, answers, arm_results, arm_verdicts, split_verdicts, units.
     Views: head_scores, head_summary, head_profiles, positional_heads, behaviour_summary, importance_summary,
     effect_summary, head_roles, arm_summary, arm_comparison, sweep_points, score_curves, question_split,
     sweep_confirmed. They cover finished runs; the views all_head_summary, all_head_scores and so on cover all runs.

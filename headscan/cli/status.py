@@ -46,7 +46,7 @@ def _run_row(store: Store, run: Mapping[str, Any]) -> dict[str, Any]:
     sharded, has_arms = run["kind"] in SHARDED_KINDS, run["kind"] in ("evaluate", "ablate", "recall")
     units = None
     if run["kind"] in ("plan", "prune"):
-        units = store.query("select count(*) from measured_units where run_id = ?", [run["run_id"]])[0][0].as_py()
+        units = store.query("select count(*) from units where run_id = ?", [run["run_id"]])[0][0].as_py()
     return {
         "run_id": run["run_id"],
         "kind": run["kind"],
@@ -68,8 +68,9 @@ _ARM_COUNTS = ("arms", "finished_arms", "answered_requests", "open_requests")
 def _arm_counts(store: Store, run: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arms of a run, and the requests of the unfinished ones; None if their number is unknown."""
     [counts] = store.query(
-        "select count(*) as arms, count(*) filter (status = 'finished') as finished_arms, (select count(*) from"
-        " responses join arms using (arm_id) where run_id = $1) as answered_requests from arms where run_id = $1",
+        "select count(*) as arms, count(*) filter (status = 'finished') as finished_arms, (select"
+        " coalesce(sum(len(numbers)), 0)::bigint // 3 from units where run_id = $1) as answered_requests from arms"
+        " where run_id = $1",
         [run["run_id"]],
     ).to_pylist()
     each, left = run["config"].get("requests"), counts["arms"] - counts["finished_arms"]

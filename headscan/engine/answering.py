@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from math import isnan
 from typing import Any
 
-import pyarrow as pa
+import numpy as np
+from numpy.typing import NDArray
 
 from headscan.cluster.pool import Finished, Pool
 from headscan.engine.answer import AnsweringSettings, AnswerItem, answer_item
 from headscan.engine.arms import Arm
 from headscan.engine.bundles import BUNDLE_SIZE, bundle_passes, latest_start
-from headscan.errors import FinishedArmError, StoreError
+from headscan.long_work import WorkKey, hash_of
+from headscan.runs.ledger import Ledger
 from headscan.runs.progress import Progress
-from headscan.store.store import Store
-from headscan.store.tables import TABLES
+from headscan.texts.labelled_texts import ExampleRequest
 from headscan.texts.prefix_tree import common_tokens
-from headscan.texts.token_requests import GenerationRequest, LogLikelihood, Request
+from headscan.texts.tasks import AnyRequest
+from headscan.texts.token_requests import GenerationRequest, LogLikelihood, Request, Responses
 
 #: Approximate number of chunks per arm; fewer if chunks would be smaller than a batch.
 _CHUNKS_PER_ARM = 64
+#: Labelled examples of one chunk.
+_CHUNK_EXAMPLES = 512
 
 
 @dataclass(frozen=True)
@@ -34,17 +38,30 @@ class RequestChunk:
     hashes: tuple[str, ...]
     requests: tuple[Any, ...]
 
+    @cached_property
+    def _hash(self) -> str:
+        return hash_of(self.hashes)
+
+    def key(self, arm_id: str) -> WorkKey:
+        """Return the key of an arm's answers in the ledger."""
+        return "answers of an arm", arm_id, self._hash
+
     @property
     def can_bundle(self) -> bool:
         """True if one item can answer it for several masks."""
         return isinstance(self.requests[0], Request)
 
 
-def request_chunks(requests: Mapping[str, Request | GenerationRequest], batch_tokens: int) -> list[RequestChunk]:
+def request_chunks(requests: Mapping[str, AnyRequest], batch_tokens: int) -> list[RequestChunk]:
     """Return the chunks of all requests, given by hash. The same requests give the same chunks."""
     scored = {key: request for key, request in requests.items() if isinstance(request, Request)}
     prompts = {key: request for key, request in requests.items() if isinstance(request, GenerationRequest)}
-    hashes_of_chunks = [*_cut(*_by_prefix(scored), batch_tokens), *_cut(*_by_length(prompts), batch_tokens)]
+    examples = [key for key, request in requests.items() if isinstance(request, ExampleRequest)]
+    hashes_of_chunks = [
+        *_cut(*_by_prefix(scored), batch_tokens),
+        *_cut(*_by_length(prompts), batch_tokens),
+        *_cut(examples, [1] * len(examples), _CHUNK_EXAMPLES),
+    ]
     return [
         RequestChunk(index, tuple(hashes), tuple(requests[key] for key in hashes))
         for index, hashes in enumerate(hashes_of_chunks)
@@ -84,18 +101,12 @@ def _cut(hashes: Sequence[str], costs: Sequence[int], batch_tokens: int) -> list
 #: Seconds that a bundle of more than `BUNDLE_SIZE` arms should take: progress is printed, and answers are stored, when
 #: one ends.
 _BUNDLE_SECONDS = 20.0
-#: A stop loses at most the answers of so many seconds; opening the store for every chunk would cost more.
-_SECONDS_BETWEEN_WRITES = 5.0
-
-_RESPONSES = TABLES["responses"].schema(without=("arm_id",))
-
-
 #: Responses of an arm by the hash of the request, each with the share of heads that it ablated, 0 to 1.
 ArmResponses = dict[str, tuple[LogLikelihood | str, float]]
 
 
 def answer_arms(
-    store: Store,
+    ledger: Ledger,
     pool: Pool,
     arms: Mapping[str, Arm],
     chunks: Sequence[RequestChunk],
@@ -107,42 +118,54 @@ def answer_arms(
     """Answer all chunks with all arms, which are given by their ids in the store; yield the id and the responses of
     each finished arm. ``say`` receives the notes of the responses.
 
-    Stored answers are not computed again. A chunk is answered completely or not at all, so that a resumed run has the
-    same batches, and the same digits, as an undisturbed one.
+    What the ledger has is not computed again. A chunk is answered completely or not at all, so that a resumed run has
+    the same batches, and the same digits, as an undisturbed one.
     """
-    responses = _stored_responses(store, arms)
-    requests_of_arm = sum(len(chunk.hashes) for chunk in chunks)
-    writer = _ResponseWriter(store, responses)
-    with Progress(title, len(arms) * requests_of_arm, "requests") as progress:
-        progress.skip(sum(map(len, responses.values())))
-        # Those of finished arms are freed, because a sweep has hundreds of arms.
-        for arm_id in arms:
-            if len(responses[arm_id]) == requests_of_arm:
-                yield arm_id, responses.pop(arm_id)
-        try:
-            schedule = _Schedule(arms, responses, chunks, settings)
-            notes = {""}
-            for finished in pool.map(answer_item, schedule.pool_items()):
-                arm_ids, chunk = schedule.take_finished(finished)
-                for note in {each.note for each in finished.value} - notes:
-                    say(note)
-                    notes.add(note)
-                # At once for all arms, or the rate would be that of one arm.
-                progress.update(len(chunk.hashes) * len(arm_ids))
-                for arm_id, answers in zip(arm_ids, finished.value, strict=True):
-                    given = zip(answers.values, answers.ablated_shares, strict=True)
-                    responses[arm_id].update(zip(chunk.hashes, given, strict=True))
-                    if len(responses[arm_id]) < requests_of_arm:
-                        writer.add(arm_id, chunk)
-                    else:
-                        writer.drop(arm_id)  # a finished arm is stored as a whole
-                        yield arm_id, responses.pop(arm_id)
-                writer.write(at_least_after=_SECONDS_BETWEEN_WRITES)
-        except BaseException:
-            with suppress(StoreError):  # the first error is the one to report
-                writer.write()
-            raise
-        writer.write()
+    missing = {arm_id: {c.index for c in chunks if ledger.get(c.key(arm_id)) is None} for arm_id in arms}
+    with Progress(title, len(arms) * sum(len(chunk.hashes) for chunk in chunks), "requests") as progress:
+        progress.skip(sum(len(c.hashes) for left in missing.values() for c in chunks if c.index not in left))
+        for arm_id, left in missing.items():
+            if not left:
+                yield arm_id, _responses(ledger, arm_id, chunks)
+        schedule = _Schedule(arms, missing, chunks, settings)
+        notes = {""}
+        for finished in pool.map(answer_item, schedule.pool_items()):
+            arm_ids, chunk = schedule.take_finished(finished)
+            for note in {each.note for each in finished.value} - notes:
+                say(note)
+                notes.add(note)
+            # At once for all arms, or the rate would be that of one arm.
+            progress.update(len(chunk.hashes) * len(arm_ids))
+            for arm_id, answers in zip(arm_ids, finished.value, strict=True):
+                texts = [value for value in answers.values if isinstance(value, str)]
+                ledger.add(chunk.key(arm_id), _numbers(answers), texts=texts, arm_id=arm_id)
+                missing[arm_id].discard(chunk.index)
+                if not missing[arm_id]:
+                    yield arm_id, _responses(ledger, arm_id, chunks)
+
+
+def _numbers(answers: Responses[LogLikelihood | str]) -> NDArray[np.float64]:
+    """Return log-likelihoods, numbers of greedy tokens and ablated shares (3, requests); NaN where there are none."""
+    pairs = [(None, None) if isinstance(value, str) else value for value in answers.values]
+    return np.array([*zip(*pairs, strict=True), answers.ablated_shares], dtype=np.float64)
+
+
+def _responses(ledger: Ledger, arm_id: str, chunks: Sequence[RequestChunk]) -> ArmResponses:
+    """Return all responses of an arm, and free them, because a sweep has hundreds of arms."""
+    responses: ArmResponses = {}
+    keys = [chunk.key(arm_id) for chunk in chunks]
+    for chunk, key in zip(chunks, keys, strict=True):
+        numbers = ledger.get(key)
+        assert numbers is not None
+        log_likelihoods, greedy, shares = numbers.reshape(3, -1).tolist()
+        values: Iterable[LogLikelihood | str] = ledger.texts(key) or [
+            # The loss of a labelled example does not show which tokens greedy decoding would choose.
+            LogLikelihood(nats, None if isnan(tokens) else int(tokens))  # type: ignore[arg-type]
+            for nats, tokens in zip(log_likelihoods, greedy, strict=True)
+        ]
+        responses.update(zip(chunk.hashes, zip(values, shares, strict=True), strict=True))
+    ledger.forget(keys)
+    return responses
 
 
 class _Schedule:
@@ -151,17 +174,17 @@ class _Schedule:
     tokens together. Slow models keep bundles of `BUNDLE_SIZE`, because smaller ones would run the shared layers more
     often.
 
-    An arm without an entry in ``responses`` is finished.
+    ``missing`` has the numbers of the chunks that each arm has not answered.
     """
 
     def __init__(
         self,
         arms: Mapping[str, Arm],
-        responses: Mapping[str, ArmResponses],
+        missing: Mapping[str, Collection[int]],
         chunks: Sequence[RequestChunk],
         settings: AnsweringSettings,
     ) -> None:
-        self._arms, self._responses, self._chunks, self._settings = arms, responses, chunks, settings
+        self._arms, self._missing, self._chunks, self._settings = arms, missing, chunks, settings
         self._in_flight: dict[str, tuple[list[str], RequestChunk]] = {}
         self._bundle_seconds = self._bundle_tokens = 0.0
 
@@ -169,12 +192,13 @@ class _Schedule:
         """Yield the items: each chunk for each bundle of arms, or for a part of it, that lacks its answers. Arms are
         bundled if their passes could share layers; the replica decides whether they do.
         """
-        arm_ids = [arm_id for arm_id in self._arms if arm_id in self._responses]
+        arm_ids = [arm_id for arm_id in self._arms if self._missing[arm_id]]
         changes = [self._arms[arm_id].intervention for arm_id in arm_ids]
         starts = [None if change is None else latest_start(change) for change in changes]
         for bundle in bundle_passes(starts, self._settings.bundle_size):
             for chunk in self._chunks:
-                unanswered = [arm_ids[index] for index in bundle if self._lacks(arm_ids[index], chunk)]
+                of_bundle = [arm_ids[index] for index in bundle]
+                unanswered = [arm_id for arm_id in of_bundle if chunk.index in self._missing[arm_id]]
                 while unanswered:
                     most_arms = self._most_arms(chunk)
                     item_ids, unanswered = unanswered[:most_arms], unanswered[most_arms:]
@@ -187,11 +211,6 @@ class _Schedule:
                     )
                     self._in_flight[item.name] = item_ids, chunk
                     yield item
-
-    def _lacks(self, arm_id: str, chunk: RequestChunk) -> bool:
-        """Return True if an arm that is not finished has not answered a chunk."""
-        responses = self._responses.get(arm_id)
-        return responses is not None and any(key not in responses for key in chunk.hashes)
 
     def take_finished(self, finished: Finished[AnswerItem, Any]) -> tuple[list[str], RequestChunk]:
         """Return the ids of the arms and the requests of a finished item, whose time counts for the next bundles."""
@@ -218,51 +237,3 @@ def _arm_names(arms: Sequence[Arm]) -> str:
 
 def _tokens(requests: Sequence[Request]) -> int:
     return sum(len(request.ids) for request in requests)
-
-
-class _ResponseWriter:
-    """Stores the responses of unfinished arms, in one write for several chunks."""
-
-    def __init__(self, store: Store, responses: Mapping[str, ArmResponses]) -> None:
-        self._store, self._responses = store, responses
-        self._waiting: dict[str, list[str]] = {}
-        self._written = time.monotonic()
-
-    def add(self, arm_id: str, chunk: RequestChunk) -> None:
-        self._waiting.setdefault(arm_id, []).extend(chunk.hashes)
-
-    def drop(self, arm_id: str) -> None:
-        self._waiting.pop(arm_id, None)
-
-    def write(self, *, at_least_after: float = 0.0) -> None:
-        if time.monotonic() - self._written < at_least_after:
-            return
-        for arm_id, hashes in self._waiting.items():
-            # Another process may have finished the arm with the same answers.
-            with suppress(FinishedArmError):
-                self._store.add_responses(arm_id, _response_table(self._responses[arm_id], hashes))
-        self._waiting.clear()
-        self._written = time.monotonic()
-
-
-def _response_table(responses: ArmResponses, hashes: Sequence[str]) -> pa.Table:
-    rows = []
-    for key in hashes:
-        response, share = responses[key]
-        columns = {"text": response} if isinstance(response, str) else response._asdict()
-        rows.append({"request": key, "ablated_share": share, **columns})
-    return pa.Table.from_pylist(rows, schema=_RESPONSES)
-
-
-def _stored_responses(store: Store, arm_ids: Iterable[str]) -> dict[str, ArmResponses]:
-    """Return the responses of each arm that the store has, by the arm's id."""
-    responses: dict[str, ArmResponses] = {arm_id: {} for arm_id in arm_ids}
-    for row in store.responses(list(responses)).to_pylist():
-        responses[row["arm_id"]][row["request"]] = _response_of(row), row["ablated_share"]
-    return responses
-
-
-def _response_of(row: Mapping[str, object]) -> LogLikelihood | str:
-    if row["text"] is not None:
-        return str(row["text"])
-    return LogLikelihood(row["log_likelihood"], row["greedy_tokens"])  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headscan.ablation.intervention import ZERO, Ablation, Intervention, LayerwiseAblation, Replacement
@@ -131,6 +131,12 @@ def mask_arm(heads: Sequence[tuple[int, int]], replacement: Replacement | ArmRep
     if len(text) > 40:
         text = f"of {len(mask.heads)} heads {hashlib.sha256(text.encode()).hexdigest()[:6]}"
     return Arm(f"mask {text}{replacement.suffix}", ArmKind.MASK, mask, details=replacement.details)
+
+
+def site_arm(name: str, mask: SiteMask, settings: Mapping[str, object]) -> Arm:
+    """Return an arm that ablates heads of several sites; ``settings`` are further JSON data that identify it."""
+    sites = {site: [list(head) for head in heads] for site, heads in mask.sites}
+    return Arm(name, ArmKind.MASK, mask, details=(*settings.items(), ("sites", sites)))
 
 
 def rule_arm(rule: HeadRule, share: float | None = None) -> Arm:

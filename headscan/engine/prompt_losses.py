@@ -23,6 +23,7 @@ from headscan.kv.kv_windows import KvWindows
 from headscan.long_work import KnownNumbers, WorkKey, hash_of
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.options import BATCH_TOKENS, SEEDS
+from headscan.runs.ledger import measured
 from headscan.runs.model_identity import ModelIdentity
 from headscan.runs.progress import Progress
 from headscan.settings.evaluation_settings import RecallQuestions
@@ -192,24 +193,11 @@ class PromptPool:
         numbers: Callable[[Any], ArrayLike],
         count: Callable[[Any], int] = lambda item: len(item.requests),
     ) -> Iterator[tuple[T, np.ndarray]]:
-        """Yield each item with its numbers, float64 and flat: first those that are known, then the others as the pool
-        finishes them. ``numbers`` returns those of a task's result, ``count`` the prompts of an item.
-        """
-        new = []
-        for item in items:
-            if (known := self.known.get(key_of(item))) is None:
-                new.append(item)
-            else:
-                yield item, known
-                self._count(count(item), is_new=False)
-        for done in self.pool.map(task, new) if new else ():
-            self.known.add(key_of(done.item), measured := np.asarray(numbers(done.value), dtype=np.float64).ravel())
-            yield done.item, measured
-            self._count(count(done.item), is_new=True)
-
-    def _count(self, prompts: int, *, is_new: bool) -> None:
-        if self.progress is not None:
-            self.progress.count(prompts, is_new=is_new)
+        """Yield each item with its numbers, see `measured`; ``count`` returns its prompts for the progress."""
+        for item, found, is_new in measured(self.pool, task, items, self.known, key_of, numbers):
+            yield item, found
+            if self.progress is not None:
+                self.progress.count(count(item), is_new=is_new)
 
 
 def refusal(prompts: Prompts, greedy: np.ndarray) -> str | None:

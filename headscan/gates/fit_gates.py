@@ -14,30 +14,22 @@ layer, Dv width of a head's output.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from headscan.ablation.masks import HeadMask
 from headscan.attention.hooks import output_hook, refuse_compiled, refuse_training
 from headscan.catalog import head_count
-from headscan.checkpoints.headers import weights_hash
-from headscan.checkpoints.sources import config_hash
-from headscan.errors import GateError, NotFiniteError, SequenceError, UnsupportedModelError, first_line
+from headscan.errors import GateError, NotFiniteError, SequenceError, UnsupportedModelError
 from headscan.gates.gate_settings import GateFitConfig, Objective
 from headscan.gradients.backward import backward
 from headscan.gradients.head_importance import default_loss, must_recompute
@@ -172,22 +164,6 @@ def check_model(lm: LoadedModel) -> None:
     refuse_training(lm.model)
 
 
-def fit_mark(lm: LoadedModel, calibration: Calibration, config: GateFitConfig) -> str:
-    """Return the fingerprint of a fit: model, site, texts and settings; spaced samples stand for large weights."""
-    digest = hashlib.sha256(config_hash(lm.model.config).encode())
-    digest.update(json.dumps([asdict(config), lm.grid.kind, lm.dtype], sort_keys=True).encode())
-    digest.update(calibration.ids.long().numpy().tobytes() + calibration.lengths.long().numpy().tobytes())
-    weights = list(lm.model.named_parameters())
-    for name, weight in weights:
-        if not weight.is_meta:
-            flat = weight.detach().flatten()
-            sample = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to("cpu", torch.float64)
-            digest.update(name.encode() + sample.numpy().tobytes())
-    if any(weight.is_meta for _, weight in weights):
-        digest.update(str(weights_hash(lm.source)).encode())
-    return digest.hexdigest()[:32]
-
-
 @contextmanager
 def gates_applied(lm: LoadedModel, gates: Mapping[int, Tensor]) -> Iterator[None]:
     """Multiply heads' outputs by gates (B, H) by layer, float32 or wider; differentiable in the gates."""
@@ -243,9 +219,6 @@ def _log_probabilities(lm: LoadedModel, ids: Tensor, lengths: Sequence[int]) -> 
     return widened(logits_MV).log_softmax(-1)
 
 
-_FORMAT = "headscan gates"
-
-
 @dataclass(frozen=True)
 class FitState:
     """Everything that the next step depends on, in addition to the model, the texts and the settings.
@@ -264,44 +237,17 @@ class FitState:
     penalty: float
     applied: float
 
-    def save(self, path: Path, mark: str) -> None:
-        """Write the state, with the fingerprint of the fit, atomically."""
-        numbers = {"step": self.step, "penalty": self.penalty, "applied": self.applied}
-        tensors = {"log_a": self.log_a, "mean": self.mean, "square": self.square}
-        fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, fresh, {"format": _FORMAT, "mark": mark, "numbers": json.dumps(numbers)})
-            fresh.replace(path)
-        except (OSError, SafetensorError) as problem:
-            raise GateError(
-                f"cannot write the state {path} ({first_line(problem)}). Choose another path, or free space"
-            ) from None
-        finally:
-            with suppress(OSError):
-                fresh.unlink(missing_ok=True)
+    def numbers(self) -> Tensor:
+        """Return all of it as one float64 tensor."""
+        numbers = torch.tensor([self.step, self.penalty, self.applied], dtype=torch.float64)
+        return torch.cat([numbers, *(each.double() for each in (self.log_a, self.mean, self.square))])
 
     @classmethod
-    def read(cls, path: Path, mark: str) -> FitState | None:
-        """Return a saved state; None if there is no file."""
-        if not path.exists():
-            return None
-        try:
-            with safe_open(path, "pt") as file:
-                facts = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as problem:
-            raise GateError(
-                f"cannot read the state {path} ({first_line(problem)}). Remove it, or name another file"
-            ) from None
-        if facts.get("format") != _FORMAT:
-            raise GateError(f"{path} is no state of gates. Name another file")
-        if facts.get("mark") != mark:
-            raise GateError(
-                f"{path} is the state of another fit: the model, the texts or the settings differ. Restore them, or "
-                "name another file"
-            )
-        return cls(**json.loads(facts["numbers"]), **tensors)
+    def of(cls, numbers: Tensor, dtype: torch.dtype) -> FitState:
+        """Return the state from its `numbers`; ``dtype`` is that of a fit."""
+        step, penalty, applied = numbers[:3].tolist()
+        log_a, mean, square = numbers[3:].to(dtype).chunk(3)
+        return cls(int(step), log_a, mean, square, penalty, applied)
 
 
 #: Decay of the moments of Adam, and the smallest root of the second one.
@@ -441,30 +387,24 @@ def fit_gates(
     calibration: Calibration,
     config: GateFitConfig = DEFAULTS,
     *,
-    state: Path | None = None,
     every: int = 10,
     progress: Callable[[FitState], None] = lambda state: None,
 ) -> Gates:
     """Fit gates on the heads of a model, whose weights stay as they are.
 
     With a share, the fit goes on after ``config.steps`` until so many gates are closed, for four times as many steps at
-    most; `Gates.still_open` then counts those that a mask of the share takes nevertheless. A fit that was interrupted
-    and starts again with the same state file gives the same gates, bit by bit.
+    most; `Gates.still_open` then counts those that a mask of the share takes nevertheless.
 
     Args:
         lm: A model from `headscan.load`, on any devices; `LoadedModel.at` chooses the site.
-        state: File of the state, written every few steps; None writes none.
-        every: Steps between two writes and calls of ``progress``.
+        every: Steps between two calls of ``progress``.
     """
     if every < 1:
         raise GateError(f"`every={every}` (limit 1). Raise `every`")
     fit = GateFit(lm, calibration, config)
-    mark = "" if state is None else fit_mark(lm, calibration, config)
-    now = (FitState.read(state, mark) if state is not None else None) or fit.start()
+    now = fit.start()
     while not is_done(config, now):
         now = fit.advance(now, every)
-        if state is not None:
-            now.save(state, mark)
         progress(now)
     return gates_of(lm.grid, now)
 
@@ -487,16 +427,14 @@ def fit_two_sided(
     calibration: Calibration,
     config: GateFitConfig = DEFAULTS,
     *,
-    state: Path | None = None,
     every: int = 10,
     progress: Callable[[FitState], None] = lambda state: None,
 ) -> TwoSidedGates:
     """Fit gates twice, with opposite penalties (arXiv 2505.13737); arguments and errors as for `fit_gates`. The second
-    fit opens gates with the penalty that the first one ended with, and has a state file with the suffix ``.up``.
+    fit opens gates with the penalty that the first one ended with.
     """
-    down = fit_gates(lm, calibration, config, state=state, every=every, progress=progress)
-    other = None if state is None else state.with_name(f"{state.name}.up")
-    up = fit_gates(lm, calibration, opposite(config, down), state=other, every=every, progress=progress)
+    down = fit_gates(lm, calibration, config, every=every, progress=progress)
+    up = fit_gates(lm, calibration, opposite(config, down), every=every, progress=progress)
     return TwoSidedGates(down, up)
 
 

@@ -6,32 +6,28 @@ pool, and `Run` adds the store.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
-
-import pyarrow as pa
-from numpy.typing import ArrayLike
 
 from headscan.cluster.devices import machines, max_threads
 from headscan.cluster.placement_base import ChosenPlacement, PlacementRequest, Timeouts
 from headscan.cluster.placements import place
 from headscan.cluster.pool import Pool, open_pool
 from headscan.errors import StoreError
-from headscan.long_work import KnownNumbers, WorkKey, hash_of
+from headscan.long_work import KnownNumbers
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS
 from headscan.runs.code_version import software_of
-from headscan.runs.model_identity import ModelFacts, ModelIdentity, identify, model_facts
+from headscan.runs.ledger import Ledger
+from headscan.runs.model_identity import ModelFacts, ModelIdentity, fingerprint, identify, model_facts
 from headscan.runs.progress import at_work
 from headscan.sizing.model_sizes import model_sizes
 from headscan.store.provenance import provenance_changes, unfinished_runs
-from headscan.store.records import RunKind, RunRecord, RunState
-from headscan.store.store import Store, refuse_resume, run_identity
-from headscan.store.tables import TABLES
+from headscan.store.records import SHARDED_KINDS, RunKind, RunRecord, RunState
+from headscan.store.store import Store, refuse_resume
 
 #: Opens the pool of a model.
 PoolFactory = Callable[[ModelSpec], Pool]
@@ -128,6 +124,10 @@ class ModelContext:
         if self._pool is None:
             self._pool = self.make_pool(self.model)
         return self._pool
+
+    def fingerprint(self, decides: Mapping[str, Any]) -> str:
+        """Return the fingerprint of a run on the model, from JSON data of what else decides its numbers."""
+        return fingerprint({"model": self.identity.fingerprint(), "dtype": self.model.dtype, **decides})
 
     def record(
         self,
@@ -245,13 +245,34 @@ class Run(ModelContext):
         if not state.resumed:
             for line in unfinished_runs(self.store.runs(record.kind), record, state.run_id):
                 self.say(line)
+        if not state.resumed or state.shards:
+            stored = f": {len(state.shards)} shards stored before" if state.shards else ""
+            self.say(f"run {state.run_id}{stored}")
         return state
 
     @contextmanager
+    def ledger(self, record: RunRecord, *, extends: bool = False) -> Iterator[Ledger]:
+        """Yield the ledger of a run, which ends with the block: finished, or failed if the block raises. ``extends``
+        means that even a finished run may grow.
+        """
+        ledger = Ledger(self.store, lambda: self.begin(record, extends=extends))
+        try:
+            yield ledger
+            ledger.write()
+            if ledger.has_begun:
+                with at_work("summary of all heads") if record.kind in SHARDED_KINDS else nullcontext():
+                    self.store.finish_run(ledger.run_id, **ledger.closing)
+        except BaseException as problem:
+            with suppress(StoreError):  # the first error is the one to report; a full disk also prevents this write
+                ledger.write()
+                if isinstance(problem, Exception) and ledger.has_begun:
+                    self.store.finish_run(ledger.run_id, **ledger.closing | {"status": "failed"})
+            raise
+
+    @contextmanager
     def resumable_numbers(self, record: RunRecord) -> Iterator[KnownNumbers]:
-        """Yield the numbers of a plan or prune run: those that the store has, and new ones, which are stored within
-        seconds. A run that measures nothing leaves no trace. A finished run of other software is measured again, unless
-        ``resume_anyway`` is set.
+        """Yield the ledger of a plan or prune run, which every such job with the same texts extends. A finished run of
+        other software is measured again, unless ``resume_anyway`` is set.
         """
         known = self.stored_run(record.kind, record.fingerprint)
         if known is not None and known["status"] == "finished" and not self.resume_anyway:
@@ -259,92 +280,10 @@ class Run(ModelContext):
             if changes:
                 self.say(f"run {known['run_id']} is measured again with {', '.join(changes)}")
                 self.store.restart_run(record)
-
-        def begin() -> str:
-            state = self.begin(record, extends=True)
-            if not state.resumed:
-                self.say(f"run {state.run_id}")
-            return state.run_id
-
-        numbers = StoredNumbers(self.store, begin)
-        if known is not None:
-            numbers.resume()
-            self.say(f"run {known['run_id']}: the store has {numbers.count} units of this work")
-        try:
-            try:
-                yield numbers
-            finally:
-                numbers.write()
-        except Exception:
-            self._fail(numbers.run_id)
-            raise
-        if numbers.run_id is not None:
-            self.store.finish_run(numbers.run_id)
-
-    @contextmanager
-    def in_progress(self, record: RunRecord, *, arms: Collection[str] = ()) -> Iterator[RunState]:
-        """Begin or resume a run, which fails if the block does; the caller finishes it. A finished run that lacks one
-        of ``arms``, the names of all arms that will answer, is extended.
-        """
-        finished: set[str] = set()
-        if arms and self.store.path.exists():
-            known = [run_identity(record.kind, record.fingerprint)]
-            rows = self.store.query("SELECT name FROM arms WHERE run_id = ? AND status = 'finished'", known)
-            finished.update(rows["name"].to_pylist())
-        state = self.begin(record, extends=not finished.issuperset(arms))
-        try:
-            yield state
-        except Exception:
-            self._fail(state.run_id)
-            raise
-
-    def _fail(self, run_id: str | None) -> None:
-        with suppress(StoreError):  # a full disk may also prevent this write
-            if run_id is not None:
-                self.store.finish_run(run_id, status="failed")
-
-
-#: Seconds between two writes: a process that is killed loses about as much work, and the unit in progress.
-WRITE_SECONDS = 5.0
-_UNITS = TABLES["measured_units"].schema(without=("run_id",))
-
-
-class StoredNumbers(KnownNumbers):
-    """Numbers by key of the work in the table ``measured_units``; the caller calls `write` at the end.
-
-    ``begin`` begins or resumes the run and returns its id; the first write calls it.
-    """
-
-    def __init__(self, store: Store, begin: Callable[[], str]) -> None:
-        super().__init__()
-        self._store, self._begin = store, begin
-        self.run_id: str | None = None
-        self._waiting: list[WorkKey] = []
-        self._written = time.monotonic()
-
-    def resume(self) -> None:
-        """Read the numbers of the run, which the store has."""
-        self.run_id = self._begin()
-        self._known |= self._store.measured_units(self.run_id)
-
-    def add(self, key: WorkKey, numbers: ArrayLike) -> None:
-        super().add(key, numbers)
-        self._waiting.append(key)
-        if time.monotonic() - self._written >= WRITE_SECONDS:
-            self.write()
-
-    def write(self) -> None:
-        """Store what was added since the last write."""
-        if self._waiting:
-            if self.run_id is None:
-                self.run_id = self._begin()
-            rows = [
-                {"unit": (name := hash_of(key)), "what": str(key[0]), "numbers": self._known[name]}
-                for key in self._waiting
-            ]
-            self._store.add_measured_units(self.run_id, pa.Table.from_pylist(rows, schema=_UNITS))
-        self._waiting.clear()
-        self._written = time.monotonic()
+        with self.ledger(record, extends=True) as ledger:
+            if known is not None:
+                self.say(f"run {ledger.run_id}: the store has {ledger.count} units of this work")
+            yield ledger
 
 
 def _finished_with(run_id: str, changes: tuple[str, ...]) -> str:

@@ -126,9 +126,8 @@ class Ablate(QuestionStep["AblateResult"]):
 
     def execute(self, run: Run) -> AblateResult:
         from headscan.steps.run_ablate import run_ablate
-        from headscan.steps.run_labelled_ablate import run_labelled_ablate
 
-        return run_ablate(self, run) if self.data is None else run_labelled_ablate(self, run)
+        return run_ablate(self, run)
 
     def shown(self, result: AblateResult, store: Store) -> Result:
         """Return the effects; the text shows both ends of the table."""

@@ -13,7 +13,7 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.runs.model_identity import ModelIdentity, identify
 from headscan.runs.run_context import ModelContext
-from headscan.texts.tasks import Questions
+from headscan.texts.tasks import AnyRequest, Questions
 from headscan.texts.token_requests import GenerationRequest, Request
 
 
@@ -24,16 +24,14 @@ def check_next_token_head(model: ModelContext) -> None:
         )
 
 
-def check_generates(pool: Pool, requests: Mapping[str, Request | GenerationRequest]) -> None:
+def check_generates(pool: Pool, requests: Mapping[str, AnyRequest]) -> None:
     """Raise StagingError if a request generates text, which needs all layers for every token, and a pool is staged."""
     prompts = sum(isinstance(request, GenerationRequest) for request in requests.values())
     if prompts:
         refuse_staged(pool, f"generation of {prompts} texts", instead="tasks with log-likelihoods")
 
 
-def check_eviction(
-    model: ModelContext, arms: Sequence[Arm], requests: Mapping[str, Request | GenerationRequest]
-) -> None:
+def check_eviction(model: ModelContext, arms: Sequence[Arm], requests: Mapping[str, AnyRequest]) -> None:
     """Raise if an arm evicts keys and the pool is staged, or the model cannot score continuations of evicted caches."""
     evicting_arms = [arm.name for arm in arms if arm.intervention is not None and arm.intervention.evicts]
     if not evicting_arms:
@@ -52,7 +50,7 @@ def _continues_prefixes(lm: LoadedModel, item: object) -> bool:
     return shares_prefixes(lm)
 
 
-def check_resampled(arms: Sequence[Arm], requests: Mapping[str, Request | GenerationRequest]) -> None:
+def check_resampled(arms: Sequence[Arm], requests: Mapping[str, AnyRequest]) -> None:
     """Raise InterventionError if text is to be generated with resampled heads."""
     has_prompts = any(isinstance(request, GenerationRequest) for request in requests.values())
     for arm in arms:

@@ -72,9 +72,9 @@ class Importance(CorpusStep):
             )
 
     def execute(self, run: Run) -> CorpusRunResult:
-        from headscan.steps.run_importance import run_importance, run_labelled_importance
+        from headscan.steps.run_importance import run_importance
 
-        return run_importance(self, run) if self.data is None else run_labelled_importance(self, run)
+        return run_importance(self, run)
 
     def shown(self, result: CorpusRunResult, store: Store) -> Result:
         """Return what was measured, and how well two halves of the texts agree on the heads' order."""

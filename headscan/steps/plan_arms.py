@@ -18,7 +18,8 @@ from headscan.plans import HeadPlan, budget_lengths, check_model, planned_bytes,
 from headscan.runs.run_context import ModelContext
 from headscan.settings.evaluation_settings import PlanMode
 from headscan.store.records import ArmKind
-from headscan.texts.token_requests import GenerationRequest, Request
+from headscan.texts.tasks import AnyRequest
+from headscan.texts.token_requests import GenerationRequest
 from headscan.windows import KeptKeys
 
 
@@ -75,7 +76,7 @@ def narrowest_window(kept: KeptKeys) -> int | None:
     return min((window.covers for _, _, window in kept.windows), default=None)
 
 
-def window_notes(arms: Sequence[Arm], requests: Iterable[Request | GenerationRequest]) -> list[str]:
+def window_notes(arms: Sequence[Arm], requests: Iterable[AnyRequest]) -> list[str]:
     """Return notes about plans that free little or nothing on these requests."""
     lengths = [len(each.ids) + (each.max_new_tokens if isinstance(each, GenerationRequest) else 0) for each in requests]
     notes = []

@@ -1,4 +1,4 @@
-"""Effects of single heads on a task, or on the loss of texts.
+"""Effects of single heads on a task, on the loss of texts, or on labelled examples.
 
 Every head is an arm of one evaluation: this head ablated, or all others of its layer. Masks share work up to the layer
 of their head. The same command again resumes.
@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from headscan.ablation.masks import HeadMask
-from headscan.engine.arms import BASELINE, Arm
+from headscan.ablation.masks import HeadMask, SiteMask
+from headscan.engine.arms import BASELINE, Arm, site_arm
 from headscan.engine.replacements import ZERO_REPLACEMENT, ArmReplacement, collect_replacement
 from headscan.grid import Head, HeadGrid
 from headscan.runs.progress import at_work
 from headscan.runs.run_context import Run
+from headscan.settings.evaluation_settings import TaskConfig
 from headscan.steps.ablate import Ablate
 from headscan.steps.checks import check_next_token_head
 from headscan.steps.run_evaluation import Purpose, run_evaluation
 from headscan.store.records import ArmKind
 from headscan.store.tables import EACH
+from headscan.texts.example_questions import ExampleQuestions
 from headscan.texts.held_out_text import HeldOutText
+from headscan.texts.labelled_texts import read_labelled
 from headscan.texts.tasks import Questions
 from headscan.verdicts.head_effects import HeadEffect, record_effects
 
@@ -47,6 +50,15 @@ def head_arms(grid: HeadGrid, mode: str, replacement: ArmReplacement = ZERO_REPL
     return arms
 
 
+def site_head_arms(grid: HeadGrid, mode: str) -> list[Arm]:
+    """Return an arm for each head of every site, see `ablated_sets`."""
+    return [
+        site_arm(f"{kind} {place}", SiteMask({kind: heads}), settings)
+        for kind in grid.kinds
+        for place, heads, settings in ablated_sets(grid.at(kind), mode)
+    ]
+
+
 class AblateResult(NamedTuple):
     """The run of a finished table, and its effects by mode, site, layer and head."""
 
@@ -56,6 +68,25 @@ class AblateResult(NamedTuple):
 
 def run_ablate(config: Ablate, run: Run) -> AblateResult:
     """Measure the effect of every head, record the table in the store, and return it."""
+    questions, asked = _questions(config, run)
+    replacement = collect_replacement(config.replacement, run, questions.longest_input())
+    arms = [BASELINE]
+    for mode in config.modes:
+        grid = run.facts.grid
+        arms += head_arms(grid, mode, replacement) if questions.examples is None else site_head_arms(grid, mode)
+    run.say(f"{len(arms)} arms: the baseline and {len(arms) - 1} sets of heads, on {asked}")
+    purpose = Purpose("ablate", {"replace": config.replacement.kind, **dict(replacement.details)}, judges_arms=False)
+    run_id = run_evaluation(config, run, arms, questions=questions, purpose=purpose)
+    with at_work("effects and their intervals"):
+        return AblateResult(run_id, tuple(record_effects(run.store, run_id)))
+
+
+def _questions(config: Ablate, run: Run) -> tuple[Questions, str]:
+    """Return what the arms answer, with its number in words: labelled examples, questions of tasks, or texts."""
+    if config.data is not None:
+        texts = read_labelled(config.data, run.model, run.identity, config.max_tokens)
+        examples = ExampleQuestions(texts, config.metric, run.identity.max_tokens)
+        return Questions(TaskConfig(), None, run.identity, examples=examples), f"{len(texts.texts)} examples"
     check_next_token_head(run)
     text = None
     if not config.tasks.names:
@@ -64,13 +95,4 @@ def run_ablate(config: Ablate, run: Run) -> AblateResult:
             config.corpus, run.model, sequences=config.sequences, max_tokens=config.max_tokens, identity=run.identity
         )
     questions = Questions(config.tasks, None, run.identity, text)
-    replacement = collect_replacement(config.replacement, run, questions.longest_input())
-    arms = [BASELINE]
-    for mode in config.modes:
-        arms += head_arms(run.facts.grid, mode, replacement)
-    asked = f"{questions.tasks.questions} questions" if text is None else f"{len(text.chunks)} texts"
-    run.say(f"{len(arms)} arms: the baseline and {len(arms) - 1} sets of heads, on {asked}")
-    purpose = Purpose("ablate", {"replace": config.replacement.kind, **dict(replacement.details)}, judges_arms=False)
-    run_id = run_evaluation(config, run, arms, questions=questions, purpose=purpose)
-    with at_work("effects and their intervals"):
-        return AblateResult(run_id, tuple(record_effects(run.store, run_id)))
+    return questions, f"{questions.tasks.questions} questions" if text is None else f"{len(text.chunks)} texts"

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import pyarrow as pa
 
 from headscan.cluster.pool import IncompleteError, PassTask, Task
-from headscan.errors import HeadscanError, StoreError
-from headscan.runs.model_identity import fingerprint
+from headscan.errors import HeadscanError
 from headscan.runs.progress import Progress, at_work
 from headscan.runs.run_context import Run
 from headscan.sizing.forward_flops import forward_flops
@@ -56,17 +54,17 @@ class ShardTable(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CorpusMeasurement:
+class CorpusMeasurement(Generic[S]):
     """What a run measures on every shard of a corpus.
 
     Attributes:
         cost_in_passes: Time of measuring a sequence, as a multiple of a plain forward pass.
-        identity_settings: Settings on which the numbers depend, in addition to those of `CorpusStep`.
+        identity_settings: Settings on which the numbers depend, in addition to model and texts.
         stored_settings: The same settings as the store records them.
     """
 
     kind: RunKind
-    task: Task[Shard, ShardTable]
+    task: Task[S, ShardTable]
     cost_in_passes: float
     identity_settings: Mapping[str, Any]
     stored_settings: Mapping[str, Any]
@@ -93,7 +91,7 @@ class CorpusRunResult:
 def run_corpus(
     config: CorpusStep,
     run: Run,
-    measurement: CorpusMeasurement,
+    measurement: CorpusMeasurement[Shard],
     *,
     prompts: Iterable[TokenSequence] = (),
     part: Part | None = None,
@@ -107,38 +105,79 @@ def run_corpus(
         prompts: Sequences that are measured after the corpus, numbered from 0; they are read only if the run is not
             finished.
     """
-    identity, kind = run.identity, measurement.kind
+    identity, report = run.identity, CorpusReport()
     assert config.corpus is not None
     tokens, corpus = config.tokens.within(identity), open_corpus(config.corpus)
-    corpus_fingerprint = corpus.fingerprint()
-    fingerprinted_settings = {
-        "model": identity.fingerprint(),
-        "dtype": config.model.dtype,
-        "corpus": corpus_fingerprint,
-        "tokens": asdict(tokens),
-        **measurement.identity_settings,
-        "batch_tokens": run.batch_tokens,
-    }
-    run_hash = run_fingerprint(run, kind, fingerprinted_settings, config.shard_size)
+    corpus_hash = corpus.fingerprint()
+
+    def read(shard_size: int) -> Iterator[Shard]:
+        corpus_shards = shards(sequences(corpus, identity.tokenizer, tokens, report), shard_size=shard_size)
+        return _with_prompts(corpus_shards, list(prompts), shard_size)
+
+    def note(has_more_shards: bool) -> str:
+        if tokens.mode != "truncate" or not report.truncated:
+            return ""
+        extent = "the first " if has_more_shards or report.stopped_at_limit else ""
+        return (
+            f"{report.truncated:,} of {extent}{report.documents:,} documents exceed {tokens.longest:,} "
+            "tokens: only their beginnings are measured; the mode chunk measures all of them"
+        )
+
+    across = tokens.attention_across_documents
+    return run_shards(
+        run,
+        measurement,
+        read,
+        report,
+        decides={"corpus": corpus_hash, "tokens": asdict(tokens)},
+        stores={"corpus": asdict(config.corpus), "tokens": asdict(tokens), "attention_across_documents": across},
+        longest=tokens.longest,
+        shard_size=config.shard_size,
+        part=part,
+        note=note,
+        corpus=config.corpus.name,
+        corpus_hash=corpus_hash,
+        bos_policy=tokens.bos,
+    )
+
+
+def run_shards(
+    run: Run,
+    measurement: CorpusMeasurement[S],
+    read: Callable[[int], Iterator[S]],
+    report: CorpusReport,
+    *,
+    decides: Mapping[str, Any],
+    stores: Mapping[str, Any],
+    longest: int,
+    shard_size: int | None,
+    part: Part | None = None,
+    note: Callable[[bool], str] = lambda has_more_shards: "",
+    corpus: str,
+    corpus_hash: str,
+    bos_policy: str | None,
+) -> CorpusRunResult:
+    """Measure the shards that ``read`` makes for a number of sequences, or a part of them, into a store.
+
+    Args:
+        decides: What decides the numbers, next to the model and the measurement: the texts.
+        stores: The same for the store, as far as the hash of the texts does not have it.
+        longest: Tokens of the longest sequence.
+        note: Returns a line for the user, or an empty one, once the first shards are read; they may be all.
+    """
+    kind = measurement.kind
+    settings = {**decides, **measurement.identity_settings, "batch_tokens": run.batch_tokens}
+    run_hash = run_fingerprint(run, kind, settings, shard_size)
     finished_result = _finished_result(run, kind, run_hash, part)
     if finished_result is not None:
         return finished_result
     # Parts of one scan may run on different devices, and all need the same shards.
-    wanted_size = config.shard_size
-    if part is not None and wanted_size is None:
-        wanted_size = _PART_SHARD_SEQUENCES
-    shard_size = shard_size_of(run, kind, run_hash, wanted_size, tokens.longest, measurement.cost_in_passes)
-
-    report = CorpusReport()
-    corpus_shards = shards(sequences(corpus, identity.tokenizer, tokens, report), shard_size=shard_size)
-    all_shards = _with_prompts(corpus_shards, list(prompts), shard_size)
+    wanted_size = _PART_SHARD_SEQUENCES if part is not None and shard_size is None else shard_size
+    size = shard_size_of(run, kind, run_hash, wanted_size, longest, measurement.cost_in_passes)
+    all_shards = read(size)
     first_shards, has_more_shards = _read_ahead(all_shards)
-    if tokens.mode == "truncate" and report.truncated:
-        extent = "the first " if has_more_shards or report.stopped_at_limit else ""
-        run.say(
-            f"{report.truncated:,} of {extent}{report.documents:,} documents exceed {tokens.longest:,} "
-            "tokens: only their beginnings are measured; the mode chunk measures all of them"
-        )
+    if line := note(has_more_shards):
+        run.say(line)
     total_shards = total_sequences = None
     if not has_more_shards:
         total_shards = len(first_shards)
@@ -147,28 +186,21 @@ def run_corpus(
         kind,
         run_hash,
         config={
-            "model": asdict(config.model),
-            "corpus": asdict(config.corpus),
-            "tokens": asdict(tokens),
-            "attention_across_documents": tokens.attention_across_documents,
+            "model": asdict(run.model),
+            **stores,
             **measurement.stored_settings,
-            "shard_size": shard_size,
+            "shard_size": size,
             "batch_tokens": run.batch_tokens,
             **({} if part is None else {"parts": [str(part)]}),
         },
-        bos_policy=tokens.bos,
-        corpus=config.corpus.name,
-        corpus_hash=corpus_fingerprint,
+        bos_policy=bos_policy,
+        corpus=corpus,
+        corpus_hash=corpus_hash,
         total_shards=total_shards,
     )
-    return measure_shards(
-        run,
-        record,
-        measurement.task,
-        chain(first_shards, all_shards),
-        report,
-        total_sequences=total_sequences,
-        part=part,
+    shards_to_measure: Iterable[S] = chain(first_shards, all_shards)
+    return _measure_shards(
+        run, record, measurement.task, shards_to_measure, report, total_sequences=total_sequences, part=part
     )
 
 
@@ -185,7 +217,7 @@ def _finished_result(run: Run, kind: RunKind, run_hash: str, part: Part | None) 
     return None
 
 
-def measure_shards(
+def _measure_shards(
     run: Run,
     record: RunRecord,
     task: Task[S, ShardTable],
@@ -199,43 +231,38 @@ def measure_shards(
     if the store then has all shards. ``report`` may grow while ``all_shards`` is read; ``total_sequences`` is the
     number of sequences to measure, None if unknown.
     """
-    store, pool = run.store, run.pool
-    state = run.begin(record)
-    run.say(f"run {state.run_id}: {len(state.shards)} shards stored before" if state.shards else f"run {state.run_id}")
-    tally = _ShardTally(state.run_id, record.corpus, state.shards, part)
-    try:
-        with (
-            Progress(record.kind, total_sequences, "sequences") as progress,
-            ShardWriter(store, state.run_id) as writer,
-        ):
-            pool_task, counts_passes = task, False
-            if pool.local and isinstance(task, PassTask):
-                # In this process progress moves with each pass, elsewhere with each shard.
-                pool_task, counts_passes = partial(task, on_pass=progress.update), True
-            for finished in pool.map(pool_task, tally.to_measure(all_shards, progress)):
-                shard, table = finished.item, finished.value
-                ledger_row = ShardRecord(
-                    shard.index, shard.content_hash, finished.seconds, finished.worker, table.nonfinite_rows
-                )
-                writer.add(ShardToWrite(ledger_row, sequence_table(shard), table.heads))
-                tally.measured += 1
-                if not counts_passes:
-                    progress.update(len(shard.sequences))
-    except Exception as problem:
-        total_shards = tally.total + len(problem.items) if isinstance(problem, IncompleteError) else None
-        with suppress(StoreError):  # a full disk that failed the shard also fails this write
-            store.finish_run(state.run_id, status="failed", report=report.as_dict(), total_shards=total_shards)
-        raise
-    with at_work("summary of all heads"):
-        store.finish_run(
-            state.run_id,
-            status="part" if tally.others_missing else "finished",
-            report=report.as_dict(),
-            total_shards=tally.total,
-            corpus_hash=f"{(record.corpus_hash or '')[:16]}-{tally.content.hexdigest()[:16]}",
-        )
+    with run.ledger(record) as ledger:
+        tally = _ShardTally(ledger.run_id, record.corpus, ledger.state.shards, part)
+        try:
+            with (
+                Progress(record.kind, total_sequences, "sequences") as progress,
+                ShardWriter(run.store, ledger.run_id) as writer,
+            ):
+                pool_task, counts_passes = task, False
+                if run.pool.local and isinstance(task, PassTask):
+                    # In this process progress moves with each pass, elsewhere with each shard.
+                    pool_task, counts_passes = partial(task, on_pass=progress.update), True
+                for finished in run.pool.map(pool_task, tally.to_measure(all_shards, progress)):
+                    shard, table = finished.item, finished.value
+                    ledger_row = ShardRecord(
+                        shard.index, shard.content_hash, finished.seconds, finished.worker, table.nonfinite_rows
+                    )
+                    writer.add(ShardToWrite(ledger_row, sequence_table(shard), table.heads))
+                    tally.measured += 1
+                    if not counts_passes:
+                        progress.update(len(shard.sequences))
+            ledger.closing = {
+                "status": "part" if tally.others_missing else "finished",
+                "total_shards": tally.total,
+                "corpus_hash": f"{(record.corpus_hash or '')[:16]}-{tally.content.hexdigest()[:16]}",
+            }
+        except IncompleteError as problem:
+            ledger.closing["total_shards"] = tally.total + len(problem.items)
+            raise
+        finally:
+            ledger.closing["report"] = report.as_dict()
     return CorpusRunResult(
-        state.run_id,
+        ledger.run_id,
         already_done=False,
         measured=tally.measured,
         skipped=tally.skipped,
@@ -315,11 +342,11 @@ def run_fingerprint(run: Run, kind: RunKind, settings: Mapping[str, Any], shard_
     it, and with one of 30 it is another run.
     """
     # Fingerprints of runs that chose their size hold the largest one, so the same size, if given, needs another mark.
-    hash_of_chosen_size = fingerprint({**settings, "shard_size": _MOST_SHARD_SEQUENCES})
+    hash_of_chosen_size = run.fingerprint({**settings, "shard_size": _MOST_SHARD_SEQUENCES})
     if shard_size is None:
         return hash_of_chosen_size
     size_mark = f"{shard_size} given" if shard_size == _MOST_SHARD_SEQUENCES else shard_size
-    hash_of_given_size = fingerprint({**settings, "shard_size": size_mark})
+    hash_of_given_size = run.fingerprint({**settings, "shard_size": size_mark})
     stored_run = run.stored_run(kind, hash_of_chosen_size)
     chose_this_size = stored_run is not None and stored_run["config"]["shard_size"] == shard_size
     if chose_this_size and run.stored_run(kind, hash_of_given_size) is None:
@@ -344,9 +371,9 @@ def shard_size_of(
     return max(1, min(_MOST_SHARD_SEQUENCES, int(_SHARD_SECONDS / seconds)))
 
 
-def _read_ahead(all_shards: Iterator[Shard]) -> tuple[list[Shard], bool]:
+def _read_ahead(all_shards: Iterator[S]) -> tuple[list[S], bool]:
     """Take the first shards from an iterator. Return them, and True unless the iterator is known to have no more."""
-    first_shards: list[Shard] = []
+    first_shards: list[S] = []
     tokens = 0
     for shard in all_shards:
         first_shards.append(shard)

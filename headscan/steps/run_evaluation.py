@@ -10,26 +10,29 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from math import isnan
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from headscan.ablation.intervention import Intervention
+from headscan.cluster.pool import refuse_staged
 from headscan.engine.answer import HALF, AnsweringSettings, need_headscan_kernels, need_whole_inputs, settings_for
 from headscan.engine.answering import ArmResponses, RequestChunk, answer_arms, request_chunks
 from headscan.engine.arms import BASELINE, Arm, check_arms, distinct_arms
 from headscan.engine.bundles import bundle_size
 from headscan.engine.likelihood import joint_prefix_tokens
 from headscan.errors import NotFiniteError
-from headscan.runs.model_identity import ModelFacts, fingerprint
+from headscan.model_spec import ModelSpec
+from headscan.runs.ledger import Ledger
+from headscan.runs.model_identity import ModelFacts, ModelIdentity, fingerprint
 from headscan.runs.progress import at_work
 from headscan.runs.run_context import Run
 from headscan.steps.checks import check_eviction, check_generates, check_models, check_next_token_head, check_resampled
 from headscan.steps.plan_arms import window_notes
 from headscan.steps.question_step import QuestionStep
 from headscan.store.records import ArmRecord, RunKind, RunRecord
-from headscan.store.store import Store
+from headscan.store.store import Store, run_identity
 from headscan.texts.tasks import Questions, TaskResults
 from headscan.texts.token_requests import LogLikelihood
 from headscan.verdicts.verdict_rows import record_verdicts
@@ -66,20 +69,14 @@ def run_evaluation(
     """
     if questions is None:
         questions = Questions(config.tasks, config.recall, run.identity, config.text)
-    check_next_token_head(run)  # before the run begins; `_answering_settings` checks other models when they are open
     arms = distinct_arms(arms)
-    models = check_models(arms, run.identity, questions)
-    for note in (*questions.notes, *check_arms(run.facts.grid, arms), *window_notes(arms, questions.requests.values())):
-        run.say(note)
-    check_resampled(arms, questions.requests)
-    check_generates(run.pool, questions.requests)
-    check_eviction(run, arms, questions.requests)
+    models = _checked(run, arms, questions)
     interventions = [arm.intervention for arm in arms]
     rounding = _rounding(run.facts, interventions, in_ranges=run.pool.staged)
     record = _record(run, questions, rounding, purpose, config.share_prefixes)
     chunks = request_chunks(questions.requests, run.batch_tokens)
-    with run.in_progress(record, arms=[arm.name for arm in arms]) as state:
-        arm_run = ArmRun(run, state.run_id, arms, judges_arms=purpose.judges_arms)
+    with run.ledger(record, extends=_lacks_arms(run.store, record, arms)) as ledger:
+        arm_run = ArmRun(run, ledger, arms, judges_arms=purpose.judges_arms)
         unfinished = arm_run.begin()
         specs = dict.fromkeys(arm.model for arm in unfinished.values())
         for spec in sorted(specs, key=lambda spec: spec is not None):  # the model of the baseline is open
@@ -87,20 +84,32 @@ def run_evaluation(
             with nullcontext(run) if spec is None else run.on(spec, models[spec]) as model_run:
                 settings = _answering_settings(model_run, config.share_prefixes, questions, interventions)
                 arm_run.answer(model_run, model_arms, questions, chunks, settings)
-        arm_run.finish()
-    return state.run_id
+        arm_run.judge()
+    return ledger.run_id
 
 
-class ArmQuestions(Protocol):
-    """Questions that all arms of a run answer: `Questions` of tasks and recall, or `LabelledQuestions`. Methods take
-    responses and ablated shares by the request's hash.
-    """
+def _lacks_arms(store: Store, record: RunRecord, arms: Sequence[Arm]) -> bool:
+    """Return True if arms will answer that the run, if there is one, has not finished."""
+    if not store.path.exists():
+        return True
+    known = [run_identity(record.kind, record.fingerprint)]
+    finished = store.query("SELECT name FROM arms WHERE run_id = ? AND status = 'finished'", known)
+    return not {*finished["name"].to_pylist()}.issuperset(arm.name for arm in arms)
 
-    def grade(self, responses: Mapping[str, LogLikelihood | str]) -> TaskResults:
-        """Return the answers of one arm, and its results."""
 
-    def ablated_share(self, shares: Mapping[str, float]) -> float:
-        """Return the share of heads that one arm ablated, 0 to 1."""
+def _checked(run: Run, arms: Sequence[Arm], questions: Questions) -> dict[ModelSpec, ModelIdentity]:
+    """Return the identities of the arms' other models; raise unless all models and arms can answer the questions."""
+    if questions.examples is not None:
+        refuse_staged(run.pool, "an answer to a labelled example")
+        return {}
+    check_next_token_head(run)  # before the run begins; `_answering_settings` checks other models when they are open
+    models = check_models(arms, run.identity, questions)
+    for note in (*questions.notes, *check_arms(run.facts.grid, arms), *window_notes(arms, questions.requests.values())):
+        run.say(note)
+    check_resampled(arms, questions.requests)
+    check_generates(run.pool, questions.requests)
+    check_eviction(run, arms, questions.requests)
+    return models
 
 
 def _answering_settings(
@@ -109,6 +118,8 @@ def _answering_settings(
     """Return how the model of ``run`` answers its arms. ``interventions`` are those of all arms of the evaluation,
     which must round alike.
     """
+    if questions.examples is not None:
+        return AnsweringSettings(run.batch_tokens, share_prefixes=False, bundle_size=1)
     pool, facts = run.pool, run.facts
     check_next_token_head(run)
     check_generates(pool, questions.requests)
@@ -125,7 +136,7 @@ def _answering_settings(
 
 @dataclass(frozen=True)
 class ArmRun:
-    """The arms of a run that has begun: begun together, answered model by model, and finished together.
+    """The arms of a run: begun together, answered model by model, and judged together.
 
     Attributes:
         judges_arms: Report each finished arm, and store its verdict at the end.
@@ -133,17 +144,17 @@ class ArmRun:
     """
 
     run: Run
-    run_id: str
+    ledger: Ledger
     arms: Sequence[Arm]
     judges_arms: bool
     failed: list[str] = field(default_factory=list)
 
     def begin(self) -> dict[str, Arm]:
         """Store the arms, and return those that are not finished by their ids in the store."""
-        unfinished, finished = dict[str, Arm](), list[Arm]()
+        unfinished, finished, run_id = dict[str, Arm](), list[Arm](), self.ledger.run_id
         with self.run.store.one_transaction():
             for arm in self.arms:
-                record = _arm_record(self.run.store, self.run_id, arm)
+                record = _arm_record(self.run.store, run_id, arm)
                 if self.run.store.begin_arm(record):
                     finished.append(arm)
                 else:
@@ -156,7 +167,7 @@ class ArmRun:
         self,
         model_run: Run,
         model_arms: Mapping[str, Arm],
-        questions: ArmQuestions,
+        questions: Questions,
         chunks: Sequence[RequestChunk],
         settings: AnsweringSettings,
     ) -> None:
@@ -164,8 +175,9 @@ class ArmRun:
         are given by their ids in the store, and ``chunks`` hold the requests of the questions.
         """
         store, title = self.run.store, f"{len(model_arms)} arm{'s' * (len(model_arms) > 1)}"
-        answered = answer_arms(store, model_run.pool, model_arms, chunks, settings, title=title, say=self.run.say)
-        for arm_id, responses in answered:
+        for arm_id, responses in answer_arms(
+            self.ledger, model_run.pool, model_arms, chunks, settings, title=title, say=self.run.say
+        ):
             arm = model_arms[arm_id]
             try:
                 figures = _finish_arm(store, questions, model_run.facts, arm, arm_id, responses)
@@ -175,12 +187,11 @@ class ArmRun:
                 self.failed.append(arm.name)
                 self.run.say(f"{arm.name}: {problem}")
 
-    def finish(self) -> None:
-        """Store the verdicts of the answered arms, and finish the run. Raise NotFiniteError if arms failed."""
+    def judge(self) -> None:
+        """Store the verdicts of the answered arms. Raise NotFiniteError if arms failed."""
         if self.judges_arms and BASELINE.name not in self.failed:  # every verdict is a comparison with the baseline
             with at_work("verdicts"):
-                record_verdicts(self.run.store, self.run_id)
-        self.run.store.finish_run(self.run_id, status="failed" if self.failed else "finished")
+                record_verdicts(self.run.store, self.ledger.run_id)
         if self.failed:
             raise NotFiniteError(
                 f"{len(self.failed)} of {len(self.arms)} arms have NaN log-likelihoods and no result: "
@@ -211,19 +222,14 @@ def _record(run: Run, questions: Questions, rounding: str, purpose: Purpose, sha
         "rounding": rounding,
         **purpose.settings,
     }
-    identifying = {
-        "model": run.identity.fingerprint(),
-        "dtype": run.model.dtype,
-        "questions": questions.fingerprint(),
-        **settings,
-    }
+    identifying = {"questions": questions.fingerprint(), **settings}
     return run.record(
         purpose.kind,
-        fingerprint(identifying),
+        run.fingerprint(identifying),
         config=settings
         | {"dtype": run.model.dtype, "groups": questions.tasks.groups, "requests": len(questions.requests)},
-        bos_policy=questions.config.bos,
-        corpus=",".join(questions.config.names) or (None if questions.text is None else questions.text.corpus),
+        bos_policy=None if questions.examples is not None else questions.config.bos,
+        corpus=questions.name,
         corpus_hash=fingerprint(questions.fingerprint()),
     )
 
@@ -246,7 +252,7 @@ def _arm_record(store: Store, run_id: str, arm: Arm) -> ArmRecord:
 
 
 def _finish_arm(
-    store: Store, questions: ArmQuestions, facts: ModelFacts, arm: Arm, arm_id: str, answers: ArmResponses
+    store: Store, questions: Questions, facts: ModelFacts, arm: Arm, arm_id: str, answers: ArmResponses
 ) -> list[str]:
     """Grade and store an arm, and return figures about it; raise NotFiniteError if a log-likelihood is NaN."""
     responses = {key: response for key, (response, _) in answers.items()}

@@ -1,15 +1,13 @@
 """A gates run: texts -> steps of a fit in a pool -> gates and a mask in the store.
 
-The state of a fit is saved in a folder next to the store after every few steps. The same command again goes on from
-there, with the same gates in the end, or does nothing if the run is complete.
+The state of a fit is in the store after every few steps. The same command again goes on from there, with the same gates
+in the end, or does nothing if the run is complete.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +22,7 @@ from headscan.grid import HeadGrid
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pad
 from headscan.pruning.calibration import Calibration
+from headscan.runs.ledger import Ledger
 from headscan.runs.model_identity import ModelIdentity, fingerprint
 from headscan.runs.progress import Progress
 from headscan.runs.run_context import Run
@@ -54,7 +53,7 @@ def fit_steps(lm: LoadedModel, item: GateItem) -> FitState:
     return fit.advance(fit.start() if item.state is None else item.state, item.steps)
 
 
-#: Steps between two saved states.
+#: Steps of one task.
 _STEPS = 10
 
 
@@ -73,7 +72,7 @@ def run_gates(config: GatesStep, run: Run) -> GatesResult:
     ids, lengths = _token_batch(config, identity)
     facts = {"site": config.site, "two_sided": config.two_sided, "fit": asdict(config.fit)}
     texts = fingerprint({"ids": ids.tolist(), "lengths": lengths.tolist()})
-    run_hash = fingerprint({"model": identity.fingerprint(), "dtype": config.model.dtype, "texts": texts, **facts})
+    run_hash = run.fingerprint({"texts": texts, **facts})
     if (done := run.finished_run("gates", run_hash)) is not None:
         return GatesResult(done, _mask_name(config, done), True)
 
@@ -90,12 +89,11 @@ def run_gates(config: GatesStep, run: Run) -> GatesResult:
         corpus=corpus.name,
         corpus_hash=texts,
     )
-    with run.in_progress(record) as state:
-        run.say(f"run {state.run_id}")
-        folder = run.store.path.with_name(f"{run.store.path.name}.gates") / state.run_id
-        down, up = _fit(config, run, grid, ids, lengths, folder, run_hash)
-        run.store.replace_rows("head_gates", state.run_id, gate_table(state.run_id, grid, down, up, closed))
-        name = _mask_name(config, state.run_id)
+    with run.ledger(record) as ledger:
+        run_id = ledger.run_id
+        down, up = _fit(config, run, grid, ids, lengths, ledger)
+        run.store.replace_rows("head_gates", run_id, gate_table(run_id, grid, down, up, closed))
+        name = _mask_name(config, run_id)
         heads = down.closed(closed)
         if left := down.still_open(heads):
             run.say(
@@ -106,14 +104,12 @@ def run_gates(config: GatesStep, run: Run) -> GatesResult:
             name,
             heads,
             site=config.site,
-            run_id=state.run_id,
+            run_id=run_id,
             criterion="gate",
             share=config.fit.share,
             config={"method": "gates", "penalty": down.penalty},
         )
-        run.store.finish_run(state.run_id)
-    shutil.rmtree(folder, ignore_errors=True)
-    return GatesResult(state.run_id, name, False)
+    return GatesResult(run_id, name, False)
 
 
 def gate_table(run_id: str, grid: HeadGrid, down: Gates, up: Gates | None, closed: int) -> pa.Table:
@@ -140,14 +136,16 @@ def gate_table(run_id: str, grid: HeadGrid, down: Gates, up: Gates | None, close
 
 
 def _fit(
-    config: GatesStep, run: Run, grid: HeadGrid, ids: np.ndarray, lengths: np.ndarray, folder: Path, run_hash: str
+    config: GatesStep, run: Run, grid: HeadGrid, ids: np.ndarray, lengths: np.ndarray, ledger: Ledger
 ) -> tuple[Gates, Gates | None]:
-    """Fit once or twice; states that were saved in the folder are resumed."""
+    """Fit once or twice; what the ledger has is resumed."""
+    dtype = torch.promote_types(getattr(torch, run.facts.dtype), torch.float32)
 
     # As `fit_two_sided`, but each group of steps is a task of the pool, which may be another process.
     def fitted(name: str, fit: GateFitConfig, advanced: Callable[[int], None]) -> Gates:
-        path, of_fit = folder / f"{name}.safetensors", f"{run_hash} {name}"
-        state = FitState.read(path, of_fit)
+        key = "state of a gate fit", name
+        known = ledger.get(key)
+        state = None if known is None else FitState.of(torch.from_numpy(known), dtype)
         advanced(0 if state is None else state.step)
         while state is None or not is_done(fit, state):
             before = 0 if state is None else state.step
@@ -155,7 +153,7 @@ def _fit(
                 run.say(f"fewer than {fit.share:.0%} of the gates are closed after {before} steps; more steps follow")
             item = GateItem(f"gates ({name})", config.site, ids, lengths, fit, state, _STEPS)
             state = run.pool.one(fit_steps, item)
-            state.save(path, of_fit)
+            ledger.add(key, state.numbers())
             advanced(state.step - before)
         return gates_of(grid, state)
 

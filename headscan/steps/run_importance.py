@@ -25,17 +25,9 @@ from headscan.models.model_facts import RopeLengths, is_classifier
 from headscan.models.token_batches import Batch, pad, run_halving, whole_batches
 from headscan.runs.model_identity import ModelIdentity
 from headscan.runs.run_context import Run
-from headscan.settings.corpus_settings import TokenConfig
+from headscan.settings.corpus_settings import ExamplesSpec, TokenConfig
 from headscan.steps.importance import Importance, LossReduction
-from headscan.steps.run_corpus import (
-    CorpusMeasurement,
-    CorpusRunResult,
-    ShardTable,
-    measure_shards,
-    run_corpus,
-    run_fingerprint,
-    shard_size_of,
-)
+from headscan.steps.run_corpus import CorpusMeasurement, CorpusRunResult, ShardTable, run_corpus, run_shards
 from headscan.steps.run_scan import HeadMeasurements, head_table
 from headscan.texts import CorpusReport
 from headscan.texts.labelled_texts import Answers, LabelledText, labelled_loss, read_labelled
@@ -116,7 +108,11 @@ def recall_texts(identity: ModelIdentity, config: TokenConfig, count: int) -> li
 
 
 def run_importance(config: Importance, run: Run) -> CorpusRunResult:
-    """Measure the importance of all heads on a corpus, and on recall prompts if the settings ask for some."""
+    """Measure the importance of all heads on a corpus, and on recall prompts if the settings ask for some, or on
+    labelled examples.
+    """
+    if config.data is not None:
+        return _run_on_examples(config, config.data, run)
     if is_classifier(run.model.config()):
         raise UnsupportedModelError(f"{run.identity.name} is a classifier, and text has no labels. Set `data`")
     settings: dict[str, Any] = {"reduction": config.reduction, "measured": MEASURED}
@@ -125,9 +121,7 @@ def run_importance(config: Importance, run: Run) -> CorpusRunResult:
     task = partial(
         measure_importance, reduction=config.reduction, batch_tokens=run.batch_tokens, rope=run.identity.rope_lengths
     )
-    measurement = CorpusMeasurement(
-        "importance", task, cost_in_passes=_COST_IN_PASSES, identity_settings=settings, stored_settings=settings
-    )
+    measurement = CorpusMeasurement("importance", task, _COST_IN_PASSES, settings, settings)
     return run_corpus(config, run, measurement, prompts=_recall_prompts(config, run))
 
 
@@ -171,51 +165,37 @@ def measure_labelled(
     return _measure_losses(lm, shard, loss_of, lengths, whole_batches(lengths, batch_tokens, rope.group))
 
 
-def run_labelled_importance(config: Importance, run: Run) -> CorpusRunResult:
-    """Measure the importance of all heads on labelled examples into a store."""
-    assert config.data is not None
-    identity = run.identity
-    texts = read_labelled(config.data, run.model, identity, config.tokens.max_tokens)
+def _run_on_examples(config: Importance, data: ExamplesSpec, run: Run) -> CorpusRunResult:
+    texts = read_labelled(data, run.model, run.identity, config.tokens.max_tokens)
     if texts.truncated:
         run.say(f"{texts.truncated} of {len(texts.texts)} examples were cut to the longest allowed text")
-    settings = {
-        "reduction": config.reduction,
-        "measured": MEASURED,
-        "batch_tokens": run.batch_tokens,
-        "answers": texts.answers.value,
-    }
-    data_hash = texts.fingerprint()
-    fingerprinted_settings = {
-        "model": identity.fingerprint(),
-        "dtype": config.model.dtype,
-        "examples": data_hash,
-        **settings,
-    }
-    run_hash = run_fingerprint(run, "importance", fingerprinted_settings, config.shard_size)
-    if (done := run.finished_run("importance", run_hash)) is not None:
-        return CorpusRunResult(done, already_done=True)
-    report = CorpusReport()
-    longest = max((text.longest for text in texts.texts), default=1)
-    size = shard_size_of(run, "importance", run_hash, config.shard_size, longest, _COST_IN_PASSES)
-    groups = [texts.texts[start : start + size] for start in range(0, len(texts.texts), size)]
-    shards = [_shard(index, group, config.data.name, report) for index, group in enumerate(groups)]
+    report, data_hash = CorpusReport(), texts.fingerprint()
+
+    def read(size: int) -> Iterator[LabelledShard]:
+        for index, start in enumerate(range(0, len(texts.texts), size)):
+            yield _shard(index, texts.texts[start : start + size], data.name, report)
+
     task = partial(
         measure_labelled,
         answers=texts.answers,
         reduction=config.reduction,
         batch_tokens=run.batch_tokens,
-        rope=identity.rope_lengths,
+        rope=run.identity.rope_lengths,
     )
-    record = run.record(
-        "importance",
-        run_hash,
-        config={"model": asdict(config.model), "data": asdict(config.data), **settings, "shard_size": size},
-        bos_policy=None,
-        corpus=config.data.name,
+    settings = {"reduction": config.reduction, "measured": MEASURED, "answers": texts.answers.value}
+    return run_shards(
+        run,
+        CorpusMeasurement("importance", task, _COST_IN_PASSES, settings, settings),
+        read,
+        report,
+        decides={"examples": data_hash},
+        stores={"data": asdict(data)},
+        longest=texts.longest,
+        shard_size=config.shard_size,
+        corpus=data.name,
         corpus_hash=data_hash,
-        total_shards=len(shards),
+        bos_policy=None,
     )
-    return measure_shards(run, record, task, shards, report, total_sequences=len(texts.texts))
 
 
 def _shard(index: int, examples: tuple[LabelledText, ...], source: str, report: CorpusReport) -> LabelledShard:

@@ -33,7 +33,6 @@ from headscan.plans import (
 )
 from headscan.plans.window_search import Heads, Increases, WindowSearch, edge, smallest_windows
 from headscan.runs.code_version import code_version
-from headscan.runs.model_identity import fingerprint
 from headscan.runs.run_context import ModelContext
 from headscan.steps.damage_measurement import Measurement, read_prompts
 from headscan.steps.plan import Plan
@@ -57,15 +56,10 @@ def measured_plans(config: Plan, model: ModelContext, budgets: Sequence[BudgetRe
     corpus = config.corpus
     assert corpus is not None
     prompts = read_prompts(config, model.identity)
-    facts = {
-        "model": model.identity.fingerprint(),
-        "dtype": model.model.dtype,
-        "batch_tokens": model.batch_tokens,
-        "prompts": [(each.name, hash_of(each.requests)) for each in prompts],
-    }
+    facts = {"batch_tokens": model.batch_tokens, "prompts": [(each.name, hash_of(each.requests)) for each in prompts]}
     stored = {"model": asdict(model.model), "corpus": asdict(corpus), "batch_tokens": model.batch_tokens}
     record = model.record(
-        "plan", fingerprint(facts), config=stored, corpus=corpus.name, corpus_hash=prompts[0].content_hash
+        "plan", model.fingerprint(facts), config=stored, corpus=corpus.name, corpus_hash=prompts[0].content_hash
     )
     with model.resumable_numbers(record) as known:
         measurement = Measurement.of(config, model, prompts, known)

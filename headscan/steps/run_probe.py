@@ -1,7 +1,6 @@
 """A probe: sequences -> pool of replicas -> scores -> store.
 
-If the run is complete, the same command again measures nothing. A probe is short, so an interrupted one starts over;
-its rows are written in one transaction.
+The same command again resumes: what was measured, repeated tokens or needles in one length, is not measured again.
 
 Shapes: B sequences, L layers, H query heads of the widest layer.
 """
@@ -20,6 +19,7 @@ from torch import Tensor
 from headscan.catalog import BEHAVIOURS, check_behaviours
 from headscan.errors import SequenceError, UnsupportedModelError
 from headscan.grid import HeadGrid
+from headscan.long_work import WorkKey
 from headscan.measure.behaviour_probes import (
     Needle,
     NeedlePrompt,
@@ -31,7 +31,8 @@ from headscan.measure.behaviour_probes import (
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import run_halving, whole_batches
-from headscan.runs.model_identity import ModelIdentity, fingerprint
+from headscan.runs.ledger import measured
+from headscan.runs.model_identity import ModelIdentity
 from headscan.runs.progress import Progress
 from headscan.runs.run_context import Run
 from headscan.steps.probe import Probe, ProbeError
@@ -75,6 +76,11 @@ class ProbeItem:
     def sequences(self) -> int:
         return len(self.prompts) or self.settings.sequences
 
+    @property
+    def behaviours(self) -> list[str]:
+        probe = "needle" if self.prompts else "repeats"
+        return [each.name for each in BEHAVIOURS.values() if each.probe == probe]
+
 
 def run_probe(config: Probe, run: Run) -> ProbeResult:
     identity = run.identity
@@ -90,7 +96,7 @@ def run_probe(config: Probe, run: Run) -> ProbeResult:
         _check_lengths(config.probe, identity)
         corpus = open_corpus(config.corpus)
         facts |= {"corpus": corpus.fingerprint()}
-    run_hash = fingerprint({"model": identity.fingerprint(), "dtype": config.model.dtype, **facts})
+    run_hash = run.fingerprint(facts)
     if (done := run.finished_run("probe", run_hash)) is not None:
         return ProbeResult(done, True)
 
@@ -116,21 +122,26 @@ def run_probe(config: Probe, run: Run) -> ProbeResult:
         corpus=None if corpus is None else config.corpus.name,
         corpus_hash=corpus_hash,
     )
-    strengths: dict[str, dict[str, np.ndarray]] = {}
-    with run.in_progress(record) as state:
-        run.say(f"run {state.run_id}")
+    grid = run.facts.grid
+    with run.ledger(record) as ledger:
+        run_id, found = ledger.run_id, dict[str, np.ndarray]()
         with Progress("probe", sum(item.sequences for item in items), "sequences") as progress:
-            for done_item in run.pool.map(probe_heads, items):
-                strengths[done_item.item.name] = done_item.value
-                progress.update(done_item.item.sequences)
+            for item, numbers, is_new in measured(run.pool, probe_heads, items, ledger, _key, _numbers):
+                found[item.name] = numbers.astype(np.float32).reshape(-1, item.sequences, *grid.shape)
+                progress.count(item.sequences, is_new=is_new)
         # In the order of the items, not in which they finished, because a sum of floats depends on the order.
-        scores = {
-            name: np.concatenate([strengths[item.name][name] for item in items if name in strengths[item.name]]).mean(0)
-            for name in names
-        }
-        run.store.add_behaviours(state.run_id, behaviour_table(run.facts.grid, scores))
-        run.store.finish_run(state.run_id)
-    return ProbeResult(state.run_id, False)
+        strengths = [strength for item in items for strength in zip(item.behaviours, found[item.name], strict=True)]
+        scores = {name: np.concatenate([values for of, values in strengths if of == name]).mean(0) for name in names}
+        run.store.add_behaviours(run_id, behaviour_table(grid, scores))
+    return ProbeResult(run_id, False)
+
+
+def _key(item: ProbeItem) -> WorkKey:
+    return "behaviours of heads", item.name
+
+
+def _numbers(values: dict[str, np.ndarray]) -> np.ndarray:
+    return np.stack([values[name] for name in BEHAVIOURS if name in values])
 
 
 def probe_heads(lm: LoadedModel, item: ProbeItem) -> dict[str, np.ndarray]:

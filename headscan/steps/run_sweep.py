@@ -24,13 +24,13 @@ from headscan.engine.arms import BASELINE, Arm, criterion_masks, random_masks, r
 from headscan.engine.replacements import ZERO_REPLACEMENT, ArmReplacement, collect_replacement
 from headscan.errors import InterventionError
 from headscan.runs.head_orders import find_run
-from headscan.runs.model_identity import ModelFacts, fingerprint
+from headscan.runs.model_identity import ModelFacts
 from headscan.runs.progress import at_work
 from headscan.runs.run_context import Run
 from headscan.settings.evaluation_settings import IN_ALL, TaskConfig
 from headscan.steps.checks import check_generates, check_next_token_head
 from headscan.steps.question_step import QuestionStep
-from headscan.steps.run_corpus import measure_shards
+from headscan.steps.run_corpus import CorpusMeasurement, run_shards
 from headscan.steps.run_evaluation import EVALUATE, Purpose, run_evaluation
 from headscan.steps.run_scan import MeasureShard
 from headscan.steps.sweep import Sweep
@@ -122,40 +122,25 @@ def record_prompts(config: Sweep, run: Run, questions: Questions) -> str:
     prompts = questions.prompts()
     names = ", ".join(config.tasks.names)
     hashes = "".join(hash_ids(np.asarray(prompt, dtype=np.int32)) for prompt in prompts)
-    prompts_hash = hashlib.sha256(hashes.encode()).hexdigest()
-    run_hash = fingerprint(
-        {
-            "model": run.identity.fingerprint(),
-            "dtype": config.model.dtype,
-            "prompts": prompts_hash,
-            "statistics": statistics,
-            "widths": asdict(widths),
-            "batch_tokens": run.batch_tokens,
-        }
-    )
-    if (done := run.finished_run("recording", run_hash)) is not None:
-        with at_work("summary of all heads"):
-            run.store.summarise(done)
-        run.say(f"run {done}: the prompts of {names} were recorded before")
-        return done
-    report = CorpusReport()
-    record = run.record(
-        "recording",
-        run_hash,
-        bos_policy=config.tasks.bos,
+    prompts_hash, report = hashlib.sha256(hashes.encode()).hexdigest(), CorpusReport()
+    task = MeasureShard(statistics, widths, run.batch_tokens, False, run.identity.rope_lengths)
+    settings = {"statistics": statistics}
+    done = run_shards(
+        run,
+        CorpusMeasurement("recording", task, 1, settings | {"widths": asdict(widths)}, settings | asdict(widths)),
+        lambda size: shards(_sequences(prompts, names, report), shard_size=size),
+        report,
+        decides={"prompts": prompts_hash},
+        stores={"tasks": config.tasks.names},
+        longest=max(map(len, prompts), default=1),
+        shard_size=_SHARD,
         corpus=f"prompts of {names}",
         corpus_hash=prompts_hash,
-        config={
-            "tasks": config.tasks.names,
-            "statistics": statistics,
-            "sink": widths.sink,
-            "recent": widths.recent,
-            "batch_tokens": run.batch_tokens,
-        },
+        bos_policy=config.tasks.bos,
     )
-    task = MeasureShard(statistics, widths, run.batch_tokens, False, run.identity.rope_lengths)
-    prompt_shards = shards(_sequences(prompts, names, report), shard_size=_SHARD)
-    return measure_shards(run, record, task, prompt_shards, report, total_sequences=len(prompts)).run_id
+    if done.already_done:
+        run.say(f"run {done.run_id}: the prompts of {names} were recorded before")
+    return done.run_id
 
 
 def _sequences(prompts: Iterable[tuple[int, ...]], source: str, report: CorpusReport) -> Iterator[TokenSequence]:

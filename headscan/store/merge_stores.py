@@ -59,7 +59,7 @@ def _owned(key: str, *, by_shard: bool | None = None) -> tuple[Table, ...]:
 
 
 _OF_SHARD = _owned("run_id", by_shard=True)
-_OF_RUN = tuple(table for table in _owned("run_id", by_shard=False) if table.name not in ("runs", "measured_units"))
+_OF_RUN = tuple(table for table in _owned("run_id", by_shard=False) if table.name not in ("runs", "units"))
 _OF_ARM = tuple(table for table in _owned("arm_id") if table.name != "arms")
 _OF_MASK = _owned("mask_id")
 
@@ -165,9 +165,9 @@ class _RunMerge:
                 self._compare_runs(self._ours)
             common, new_shards = self._read_ledgers()
             arms, our_arms = (store.query(_ARMS, [self._run_id]).to_pylist() for store in (self._source, self._into))
-            for row in self._contradicting("measured_units", ["unit", "what"], of_run):
-                raise self._contradiction(f"unit {row['unit']} ({row['what']}) has other numbers")
-            units = _rows_where(self._source, "measured_units", of_run)
+            for unit, what in self._contradicting_units(of_run):
+                raise self._contradiction(f"unit {unit} ({what}) has other numbers")
+            units = _rows_where(self._source, "units", of_run)
             missing = {table.name: of_run for table in self._missing(_OF_RUN, of_run)}
             if not self._by_shard and not (our_arms or arms):  # other results follow from shards or arms
                 for table in _OF_RUN:
@@ -189,7 +189,9 @@ class _RunMerge:
             with self._source.reading():
                 tables = {name: _rows_where(self._source, name, where) for name, where in missing.items()}
         with self._into.merge_transaction() as connection:
-            _insert(connection, "measured_units", units, "OR IGNORE ")
+            _insert(connection, "units", units, "OR IGNORE ")
+            done = "SELECT arm_id FROM arms WHERE run_id = $1 AND status = 'finished'"
+            connection.execute(f"DELETE FROM units WHERE run_id = $1 AND arm_id IN ({done})", [self._run_id])
             for name, rows in tables.items():
                 _insert(connection, name, rows)
             row = self._finish(connection)
@@ -254,7 +256,7 @@ class _RunMerge:
 
     def _add_arms(self, arms: Sequence[Mapping[str, Any]], our_arms: Mapping[str, Mapping[str, Any]]) -> int:
         """Add the arms of the source that the store, with ``our_arms`` by id, lacks; return their number."""
-        new, both, open_arms, added = list[str](), list[str](), list[str](), 0
+        new, both, added = list[str](), list[str](), 0
         names = {row["name"]: arm_id for arm_id, row in our_arms.items()}
         for arm in arms:
             arm_id, ours = arm["arm_id"], our_arms.get(arm["arm_id"])
@@ -266,8 +268,6 @@ class _RunMerge:
                 added += ours is None
             elif states == ("finished", "finished"):
                 both.append(arm_id)
-            elif states == ("running", "running"):
-                open_arms.append(arm_id)
         missing = list[tuple[list[Table], _Where]]()
         for arm_id in both:
             where: _Where = ("arm_id = ?", [arm_id])
@@ -275,11 +275,6 @@ class _RunMerge:
                 if self._differ(TABLES["answers"], where):
                     raise self._contradiction(f"arm {our_arms[arm_id]['name']} has other answers")
                 missing.append((self._missing(_OF_ARM, where), where))
-        if open_arms:
-            where = "arm_id IN (SELECT unnest(?))", [open_arms]
-            with self._reading():
-                for row in self._contradicting("responses", ["arm_id", "request"], where):
-                    raise self._contradiction(f"arm {our_arms[row['arm_id']]['name']} has other responses")
         of_arm = ("arms", *(table.name for table in _OF_ARM))
         for first in range(0, len(new), _GROUP_ARMS):
             where = "arm_id IN (SELECT unnest(?))", [new[first : first + _GROUP_ARMS]]
@@ -288,10 +283,6 @@ class _RunMerge:
         for tables, where in missing:
             if tables:
                 _copy(self._source, self._into, {table.name: where for table in tables})
-        if open_arms:
-            responses = _rows_where(self._source, "responses", ("arm_id IN (SELECT unnest(?))", [open_arms]))
-            with self._into.merge_transaction() as connection:
-                _insert(connection, "responses", responses, "OR IGNORE ")
         return added
 
     @contextmanager
@@ -309,10 +300,12 @@ class _RunMerge:
         rows = store.query("SELECT DISTINCT mode FROM head_effects WHERE run_id = ?", [self._run_id])
         return set(rows["mode"].to_pylist())
 
-    def _contradicting(self, name: str, key: Sequence[str], where: _Where) -> list[dict[str, Any]]:
-        """Return the keys of a table's rows that have other numbers in the two stores."""
-        theirs, ours = (_hashes(store, TABLES[name], where, key) for store in (self._source, self._into))
-        return [dict(zip(key, row, strict=True)) for row in theirs.keys() & ours.keys() if theirs[row] != ours[row]]
+    def _contradicting_units(self, where: _Where) -> list[tuple[Any, ...]]:
+        """Return the units that have other numbers in the two stores."""
+        theirs, ours = (
+            _hashes(store, TABLES["units"], where, ["unit", "what"]) for store in (self._source, self._into)
+        )
+        return [unit for unit in theirs.keys() & ours.keys() if theirs[unit] != ours[unit]]
 
     def _differ(self, table: Table, where: _Where) -> bool:
         return _hashes(self._source, table, where) != _hashes(self._into, table, where)

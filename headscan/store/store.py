@@ -19,7 +19,7 @@ import duckdb
 import pyarrow as pa
 
 from headscan.catalog import PROFILES
-from headscan.errors import FinishedArmError, ResumeError, StoreError
+from headscan.errors import ResumeError, StoreError
 from headscan.store.connection import checked_file, opened, rows, transaction
 from headscan.store.output_files import write_data_set
 from headscan.store.provenance import has_ended, provenance_changes, provenance_since, this_process
@@ -334,24 +334,10 @@ class Store:
             _reopen_run(connection, arm.run_id)
             return False
 
-    def add_responses(self, arm_id: str, responses: pa.Table) -> None:
-        """Store responses of an unfinished arm; requests that are stored already are skipped. ``responses`` has one row
-        per request: ``request`` (its hash), ``log_likelihood, greedy_tokens, text`` (NULL where they do not apply) and
-        ``ablated_share``.
-        """
-        with self._writing() as connection:
-            if _require_arm(connection, arm_id) == "finished":
-                raise FinishedArmError(f"arm {arm_id} is finished and accepts no responses. Begin another arm")
-            _insert(connection, "responses", responses, "OR IGNORE ", arm_id=arm_id)
-
-    def responses(self, arm_ids: Sequence[str]) -> pa.Table:
-        """Return the stored responses of unfinished arms."""
-        return self.query("SELECT * FROM responses WHERE arm_id IN (SELECT unnest(?))", [list(arm_ids)])
-
     def finish_arm(
         self, arm_id: str, answers: pa.Table, *, results: pa.Table | None = None, ablated_share: float | None = None
     ) -> None:
-        """Replace an arm's answers and close it, in one transaction; its responses are deleted. ``answers`` has one row
+        """Replace an arm's answers and close it, in one transaction; its units are deleted. ``answers`` has one row
         per task and question: ``task, question, correct`` (NULL without a right answer), and any of ``recall``
         (default: false), ``doc_hash, target, response, log_likelihoods, metrics`` (JSON text). ``results`` has one row
         per task or group, metric and filter: ``task, is_group, metric, filter, value, standard_error, questions``.
@@ -362,7 +348,7 @@ class Store:
             optional = [c for c in TABLES["answers"].names if c not in (*_ANSWER_KEYS, "arm_id")]
             _check_columns("answers", answers, _ANSWER_KEYS, optional)
             _forget_verdicts(connection, arm_id)
-            for table in ("responses", "answers", "arm_results"):
+            for table in ("units", "answers", "arm_results"):
                 connection.execute(f"DELETE FROM {table} WHERE arm_id = ?", [arm_id])
             recall: dict[str, Any] = {} if "recall" in answers.column_names else {"recall": False}
             _insert(connection, "answers", answers, check=False, arm_id=arm_id, **recall)
@@ -394,28 +380,30 @@ class Store:
             connection.execute(f"DELETE FROM {table} WHERE run_id = ?", [run_id])
             _insert(connection, table, rows)
 
-    # Plans and pruning
+    # Units of work
 
-    def add_measured_units(self, run_id: str, units: pa.Table) -> None:
-        """Store what a plan or prune run measured; units that are stored already are skipped. ``units`` has the columns
-        ``unit, what, numbers``. A finished run is running again.
+    def add_units(self, run_id: str, units: pa.Table) -> None:
+        """Store finished units of a run, in place of earlier ones of the same names. ``units`` has the columns ``unit,
+        what, numbers``, and may have ``arm_id, texts``. A finished run is running again.
         """
         with self._writing() as connection:
             _require_run(connection, run_id)
             _reopen_run(connection, run_id)
-            _insert(connection, "measured_units", units, "OR IGNORE ", run_id=run_id)
+            _insert(connection, "units", units, "OR REPLACE ", optional=("arm_id", "texts"), run_id=run_id)
+            # Another process may have finished an arm with the same answers.
+            finished = "SELECT arm_id FROM arms WHERE run_id = $1 AND status = 'finished'"
+            connection.execute(f"DELETE FROM units WHERE run_id = $1 AND arm_id IN ({finished})", [run_id])
 
-    def measured_units(self, run_id: str) -> dict[str, list[float]]:
-        """Return the numbers of every unit that a plan or prune run measured, by the unit's hash."""
-        units = self.query("SELECT unit, numbers FROM measured_units WHERE run_id = ?", [run_id])
-        return dict(zip(units["unit"].to_pylist(), units["numbers"].to_pylist(), strict=True))
+    def units(self, run_id: str) -> pa.Table:
+        """Return the finished units of a run."""
+        return self.query("SELECT unit, what, arm_id, numbers, texts FROM units WHERE run_id = ?", [run_id])
 
     def restart_run(self, run: RunRecord) -> None:
         """Delete what a plan or prune run measured, so that it begins again with the software and device of ``run``."""
         run_id = run_identity(run.kind, run.fingerprint)
         with self._writing() as connection:
             _require_run(connection, run_id)
-            connection.execute("DELETE FROM measured_units WHERE run_id = ?", [run_id])
+            connection.execute("DELETE FROM units WHERE run_id = ?", [run_id])
             connection.execute(
                 "UPDATE runs SET provenance = ?, packages = ?, code_version = ? WHERE run_id = ?",
                 [to_json([provenance_since(run.provenance)]), to_json(run.packages), run.code_version, run_id],
@@ -525,9 +513,9 @@ def _insert(
     optional: Sequence[str] = (),
     **constants: Any,
 ) -> None:
-    """Insert rows into a table, with ``constants`` as columns of one value. ``conflicts`` is ``OR IGNORE`` and a space
-    to skip rows that the table has; ``check`` raises StoreError if a column that is not ``optional`` is missing, or one
-    is unknown.
+    """Insert rows into a table, with ``constants`` as columns of one value. ``conflicts`` is ``OR REPLACE`` and a space
+    to replace rows that the table has; ``check`` raises StoreError if a column that is not ``optional`` is missing, or
+    one is unknown.
     """
     if check:
         required = [c for c in TABLES[table].names if c not in (*constants, *optional)]

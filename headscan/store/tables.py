@@ -83,21 +83,6 @@ ARMS = Table(
     (("arm_id",), ("run_id", "name")),
 )
 
-RESPONSES = Table(
-    "responses",
-    "responses of an unfinished arm; they are deleted when its answers are stored",
-    columns("""
-        arm_id
-        request VARCHAR hash of the request
-        log_likelihood DOUBLE? log-likelihood of a continuation, in nats; NULL for a generated text
-        greedy_tokens INTEGER? number of tokens of the continuation that greedy decoding would choose; NULL for
-            a generated text
-        text VARCHAR? generated text; NULL for a continuation
-        ablated_share DOUBLE share of heads ablated in this request, 0 to 1
-    """),
-    (("arm_id", "request"),),
-)
-
 ANSWERS = Table(
     "answers",
     "one row per arm, task and question; arms are compared question by question",
@@ -246,15 +231,18 @@ HEAD_EFFECTS = Table(
 )
 
 
-MEASURED_UNITS = Table(
-    "measured_units",
-    "numbers that a plan or prune run measured, one row per unit of work; a run with the same settings reads them"
-    " instead of measuring again",
+UNITS = Table(
+    "units",
+    "finished units of a run's work, one row each, and what they gave; the same command reads them instead of measuring"
+    " again",
     columns("""
         run_id
         unit VARCHAR hash of what was measured
         what VARCHAR what was measured, in words
+        arm_id VARCHAR? id of the unfinished arm whose requests are answered: the numbers of each request are its
+            log-likelihood, greedy tokens and share of ablated heads. They are deleted when the answers are stored
         numbers DOUBLE[] the numbers, in the order in which the program needs them
+        texts VARCHAR[]? generated texts, or classes
     """),
     (("run_id", "unit"),),
 )
@@ -296,11 +284,10 @@ TABLES: dict[str, Table] = {
         MASKS,
         MASK_HEADS,
         ARMS,
-        RESPONSES,
         ANSWERS,
         ARM_RESULTS,
         ARM_VERDICTS,
         SPLIT_VERDICTS,
-        MEASURED_UNITS,
+        UNITS,
     )
 }

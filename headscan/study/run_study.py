@@ -239,27 +239,25 @@ class _Study:
         return arms[best], best
 
     def _plans(self) -> list[HeadPlan]:
-        """Return the plans, smallest share first; those on disk stay."""
+        """Return the plans, smallest share first, and save them."""
         config, folder = self.config, Path(self.config.out) / "plans"
-        files = {share: folder / f"{share:g}.json" for share in config.window_shares or ()}
-        if any(not file.exists() for file in files.values()):
-            self._begin_step("4. plans: which KV heads need the whole cache")
-            measuring = Plan(
-                config.model,
-                method="measured",
-                corpus=self.texts.measure,
-                recent=(config.recent or max(8, self.tokens // 8 - 4),),
-                max_tokens=self.tokens,
-                sequences=self._sequences,
-                recall_prompts=config.recall_prompts,
-                confirm=bool(config.search),
-            )
-            budgets = [WindowShare(share) for share in files]
-            made = measured_plans(measuring, self.run, budgets)
-            for plan, file in zip(made, files.values(), strict=True):
-                file.parent.mkdir(parents=True, exist_ok=True)
-                plan.save(file)
-        return [load_plan(file) for file in files.values()]
+        self._begin_step("4. plans: which KV heads need the whole cache")
+        measuring = Plan(
+            config.model,
+            method="measured",
+            corpus=self.texts.measure,
+            recent=(config.recent or max(8, self.tokens // 8 - 4),),
+            max_tokens=self.tokens,
+            sequences=self._sequences,
+            recall_prompts=config.recall_prompts,
+            confirm=bool(config.search),
+        )
+        shares = config.window_shares or ()
+        plans = measured_plans(measuring, self.run, [WindowShare(share) for share in shares])
+        folder.mkdir(exist_ok=True)
+        for share, plan in zip(shares, plans, strict=True):
+            plan.save(folder / f"{share:g}.json")
+        return plans
 
     def _pruned(self, criterion: str) -> list[BuiltModel]:
         """Return the pruned models, smallest share first; those on disk stay."""

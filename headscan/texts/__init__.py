@@ -12,7 +12,7 @@ yields `documents`, `tokenising` turns them into tokens, and `sequences` cuts th
 
 `token_requests` are the requests of tasks, and `prefix_tree` finds their common prefixes. `tasks` asks lm-eval for them
 through its `harness`; `recall_tasks` makes recall questions, `continuation_task` a task from any texts, `held_out_text`
-texts whose loss is measured. `labelled_texts` reads labelled examples.
+texts whose loss is measured. `labelled_texts` reads labelled examples, and `example_questions` asks them.
 
 The `CorpusReport` counts everything that is dropped: empty or undecodable documents, records without text, pieces that
 are too short, and files of unknown type. It names the first few of each.

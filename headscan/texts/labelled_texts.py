@@ -273,6 +273,10 @@ class ExampleRequest(NamedTuple):
     classes: tuple[str, ...]
     new_tokens: int
 
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.example.ids
+
 
 @dataclass(frozen=True)
 class LabelledTexts:

@@ -24,12 +24,16 @@ from headscan.runs.model_identity import ModelIdentity
 from headscan.settings.evaluation_settings import HarnessError, RecallError, RecallQuestions, TaskConfig
 from headscan.store.tables import TABLES
 from headscan.texts import CorpusError
+from headscan.texts.example_questions import ExampleQuestions
 from headscan.texts.harness import HeadscanLM, quiet_harness
 from headscan.texts.held_out_text import HeldOutText, likelihood_of
+from headscan.texts.labelled_texts import ExampleRequest
 from headscan.texts.prefix_tree import tokens_read_once
 from headscan.texts.recall_tasks import RecallQuestion, grade, recall_questions
 from headscan.texts.token_requests import GenerationRequest, LogLikelihood, Request, request_hash
 from headscan.verdicts.answer_sheets import CLOZE_SUFFIX
+
+AnyRequest = Request | GenerationRequest | ExampleRequest
 
 #: Metrics from 0 to 1 that grade an answer; the first one that a task reports is used.
 _CORRECT = ("acc", "exact_match", "acc_norm", "acc_mutual_info", "em", "exact", "f1", "contains")
@@ -378,8 +382,9 @@ def _built_already(**options: Any) -> None:
 
 
 class Questions:
-    """Requests by their hash, built once, and the grading of an arm's answers. ``recall`` and ``text`` None omit recall
-    questions and ordinary text; with ``recall_only``, recall questions alone are enough.
+    """Requests by their hash, built once, and the grading of an arm's answers. ``recall``, ``text`` and ``examples``
+    None omit recall questions, ordinary text and labelled examples; with ``recall_only``, recall questions alone are
+    enough.
     """
 
     def __init__(
@@ -389,9 +394,10 @@ class Questions:
         identity: ModelIdentity,
         text: HeldOutText | None = None,
         *,
+        examples: ExampleQuestions | None = None,
         recall_only: bool = False,
     ) -> None:
-        if not tasks.names and text is None and not recall_only:
+        if not tasks.names and text is None and examples is None and not recall_only:
             raise HarnessError("no tasks. Name at least one in `tasks`")
         self.config = tasks
         self.tasks = Tasks(tasks)
@@ -399,6 +405,7 @@ class Questions:
         self.tasks.collect(self._lm)
         self._identity = identity
         self.text = text
+        self.examples = examples
         self.ask_recall(recall)
 
     def ask_recall(self, recall: RecallQuestions | None) -> None:
@@ -415,9 +422,13 @@ class Questions:
                     raise RecallError(f"{problem}. Change the recall lengths, or ask no recall questions") from problem
                 self._notes.append(f"recall questions are omitted: {problem}")
         recall_requests = {request_hash(request): request for question in self._recall for request in question.requests}
-        self.requests: dict[str, Request | GenerationRequest] = {**self._lm.requests, **recall_requests}
-        if self.text is not None:
-            self.requests |= self.text.requests
+        self.requests: dict[str, AnyRequest] = {**self._lm.requests, **recall_requests}
+        for source in self._sources:
+            self.requests |= source.requests
+
+    @property
+    def _sources(self) -> list[HeldOutText | ExampleQuestions]:
+        return [source for source in (self.text, self.examples) if source is not None]
 
     def settings(self) -> dict[str, Any]:
         """Return the JSON settings that identify a run."""
@@ -427,6 +438,7 @@ class Questions:
             "tasks": self.config.names,
             "recall": None if self.recall is None else self.recall.settings(),
             **({} if self.text is None else {"text": self.text.settings()}),
+            **({} if self.examples is None else self.examples.settings()),
         }
 
     def fingerprint(self) -> dict[str, str]:
@@ -434,7 +446,14 @@ class Questions:
         requests = hashlib.sha256("".join(self.requests).encode()).hexdigest()
         recall = hashlib.sha256(repr([(q.task, q.question, q.answer) for q in self._recall]).encode()).hexdigest()
         text = {} if self.text is None else {"text": self.text.fingerprint()}
-        return {"tasks": self.tasks.fingerprint(), "requests": requests, "recall": recall} | text
+        examples = {} if self.examples is None else {"examples": self.examples.texts.fingerprint()}
+        return {"tasks": self.tasks.fingerprint(), "requests": requests, "recall": recall} | text | examples
+
+    @property
+    def name(self) -> str | None:
+        """Names of the tasks, or of the texts without tasks."""
+        sources = [source.corpus for source in self._sources]
+        return ",".join(self.config.names) or next(iter(sources), None)
 
     def tokens_to_read(self) -> int:
         """Return the tokens that pass through the model, if every prefix is read once."""
@@ -466,19 +485,19 @@ class Questions:
         return sum(shares[key] for key in counted) / len(counted)
 
     def grade(self, responses: Mapping[str, LogLikelihood | str]) -> TaskResults:
-        """Grade one arm's answers, given by request hash; benchmark rows come before recall rows and text rows."""
+        """Grade one arm's answers, given by request hash; benchmark rows come before those of recall and texts."""
         graded = self.tasks.results(self._lm, responses)
         recall_rows = [
             grade(question, [likelihood_of(request, responses) for request in question.requests])
             for question in self._recall
         ]
-        text_rows = [] if self.text is None else self.text.answers(responses)
-        answers = pa.Table.from_pylist([*recall_rows, *text_rows], schema=ANSWERS)
-        text_results = [] if self.text is None else self.text.results(responses)
-        results = pa.Table.from_pylist(text_results, schema=graded.results.schema)
+        other_rows = [row for source in self._sources for row in source.answers(responses)]
+        answers = pa.Table.from_pylist([*recall_rows, *other_rows], schema=ANSWERS)
+        other_results = [row for source in self._sources for row in source.results(responses)]
+        results = pa.Table.from_pylist(other_results, schema=graded.results.schema)
         return TaskResults(pa.concat_tables([graded.answers, answers]), pa.concat_tables([graded.results, results]))
 
 
-def _input(request: Request | GenerationRequest) -> tuple[int, ...]:
+def _input(request: AnyRequest) -> tuple[int, ...]:
     """Return the input of a request: the last token of a continuation is predicted, not read."""
     return request.ids[:-1] if isinstance(request, Request) else request.ids

@@ -77,8 +77,8 @@ WORK = {
     "plan": "steps.run_plan.run_plan",
     "prune": "steps.prune.run_prune.run_prune",
     "study": "study.run_study.run_study",
-    "labelled importance": "steps.run_importance.run_labelled_importance",
-    "labelled ablate": "steps.run_labelled_ablate.run_labelled_ablate",
+    "labelled importance": "steps.run_importance.run_importance",
+    "labelled ablate": "steps.run_ablate.run_ablate",
     "labelled referee": "steps.referee.run_labelled_referee.run_labelled_referee",
 }
 

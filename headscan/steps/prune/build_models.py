@@ -27,7 +27,6 @@ from headscan.pruning.head_selection import HeadSelection, allocate_ranked
 from headscan.pruning.repair import DistillConfig, RepairConfig, distill, mean_outputs, repair
 from headscan.pruning.selection_settings import SelectionConfig
 from headscan.pruning.slice_heads import slice_heads
-from headscan.runs.model_identity import fingerprint
 from headscan.runs.progress import Progress, at_work, shown_steps
 from headscan.runs.run_context import Run
 from headscan.settings.saving_settings import RecallPrompts
@@ -111,7 +110,7 @@ def kept_damages(
     }
     record = run.record(
         "prune",
-        fingerprint({"model": run.identity.fingerprint(), "dtype": run.model.dtype, **facts}),
+        run.fingerprint(facts),
         config={"model": asdict(run.model), **facts},
         corpus=texts.corpus,
         corpus_hash=texts.content_hash,

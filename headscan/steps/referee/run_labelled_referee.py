@@ -6,12 +6,11 @@ outputs are zero. The same command again resumes.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -22,20 +21,23 @@ from headscan.ablation.intervention import intervene
 from headscan.ablation.masks import HeadMask, SiteMask
 from headscan.catalog import EFFECT, IMPORTANCES, RANDOM, head_count
 from headscan.cluster.pool import Pool
-from headscan.engine.arms import BASELINE, Arm
+from headscan.engine.arms import BASELINE, Arm, site_arm
 from headscan.errors import NotFiniteError
 from headscan.gradients.losses import Loss
 from headscan.grid import Head, HeadGrid
+from headscan.long_work import KnownNumbers
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import run_halving, whole_batches
 from headscan.pruning.head_values import criterion_inputs, criterion_values
 from headscan.runs.model_identity import fingerprint
 from headscan.runs.run_context import Run
+from headscan.settings.evaluation_settings import TaskConfig
 from headscan.steps.referee.referee_step import Referee
-from headscan.steps.run_labelled_ablate import LabelledQuestions, answer_labelled, metric_of, site_arm
-from headscan.store.store import Store
+from headscan.steps.run_evaluation import Purpose, run_evaluation
+from headscan.texts.example_questions import ExampleQuestions
 from headscan.texts.labelled_texts import Answers, LabelledText, labelled_loss, read_labelled
+from headscan.texts.tasks import Questions
 from headscan.verdicts.criterion_points import ALL_SITES, SitePoint, read_site_points
 
 #: Examples of one item of a pool.
@@ -153,8 +155,8 @@ def run_labelled_referee(config: Referee, run: Run) -> LabelledRefereeResult:
     # again after each share depend on the other shares.
     path = sorted(compared.shares) if compared.iterative else None
     ranked_by = fingerprint({"texts": [text.tokens for text in ranking]})
-    settings = {"referee": {"ranked_by": ranked_by, "iterative": path}}
-    questions = LabelledQuestions(config.data, metric_of(config.metric, texts), texts, judging, settings)
+    examples = ExampleQuestions(replace(texts, texts=judging), config.metric, run.identity.max_tokens)
+    questions = Questions(TaskConfig(), None, run.identity, examples=examples)
     item = ValuesItem(ranking, texts.answers, (), SiteMask({}), run.batch_tokens, run.identity.rope_lengths)
     curves = list(_curves(config, run.facts.grid))
     names = {curve.name(share) for curve in curves for share in compared.shares}
@@ -162,22 +164,22 @@ def run_labelled_referee(config: Referee, run: Run) -> LabelledRefereeResult:
         f"{', '.join(config.criteria)}: {len(names) + 1} arms on {len(judging)} examples; {len(ranking)} examples order"
         " the heads"
     )
-    with run.in_progress(questions.record(run), arms=[BASELINE.name, *names]) as state:
-        arms = _arms(curves, config, run, item, _stored_heads(run.store, state.run_id))
-        answer_labelled(questions, run, state.run_id, [BASELINE, *arms])
-    points = read_site_points(run.store, state.run_id)
+    facts = {"ranked_by": ranked_by, "batch_tokens": run.batch_tokens}
+    record = run.record(
+        "prune",
+        run.fingerprint(facts),
+        config={"model": asdict(run.model), **facts},
+        bos_policy=None,
+        corpus=config.data.name,
+        corpus_hash=ranked_by,
+    )
+    with run.resumable_numbers(record) as known:
+        arms = _arms(curves, config, run, item, known, path)
+    purpose = Purpose("ablate", {"referee": {"ranked_by": ranked_by, "iterative": path}}, judges_arms=False)
+    run_id = run_evaluation(config, run, [BASELINE, *arms], questions=questions, purpose=purpose)
+    points = read_site_points(run.store, run_id)
     shown = [point for point in points if _arm_name(*point.curve, point.site, point.share) in names]
-    return LabelledRefereeResult(state.run_id, shown)
-
-
-def _stored_heads(store: Store, run_id: str) -> dict[str, tuple[SiteHead, ...]]:
-    rows = store.query(
-        "SELECT name, config -> '$.sites' AS sites FROM arms WHERE run_id = ? AND kind = 'mask'", [run_id]
-    ).to_pylist()
-    return {
-        row["name"]: tuple((site, Head(*head)) for site, heads in json.loads(row["sites"]).items() for head in heads)
-        for row in rows
-    }
+    return LabelledRefereeResult(run_id, shown)
 
 
 @dataclass(frozen=True)
@@ -236,27 +238,37 @@ def _curves(config: Referee, grid: HeadGrid) -> Iterator[_Curve]:
 
 
 def _arms(
-    curves: Sequence[_Curve], config: Referee, run: Run, item: ValuesItem, stored: Mapping[str, tuple[SiteHead, ...]]
+    curves: Sequence[_Curve],
+    config: Referee,
+    run: Run,
+    item: ValuesItem,
+    known: KnownNumbers,
+    path: Sequence[float] | None,
 ) -> list[Arm]:
-    """Return the arms of all curves, by growing share; the heads of stored arms stay as they are."""
-    shares = sorted(config.compared.shares)
-    missing = {curve.criterion for curve in curves for share in shares if curve.name(share) not in stored}
-    names = tuple(name for name in config.criteria if name in missing)
+    """Return the arms of all curves, by growing share; heads that are ``known`` are not chosen again. With iterations,
+    ``path`` has the shares before which heads are measured again.
+    """
+    shares, kinds = sorted(config.compared.shares), run.facts.grid.kinds
+    keys = {(curve, share): ("heads of a criterion", curve.name(share), path) for curve in curves for share in shares}
+    missing = {curve.criterion for (curve, _), key in keys.items() if known.get(key) is None}
     values: SiteValues = {}
-    if names:
+    if names := tuple(name for name in config.criteria if name in missing):
         run.say(f"measuring {', '.join(names)}")
         values = site_values(run.pool, replace(item, names=names))
     arms: dict[float, list[Arm]] = {share: [] for share in shares}
     for curve in curves:
         removed: tuple[SiteHead, ...] = ()
         for share in shares:
-            if (known := stored.get(curve.name(share))) is not None:
-                removed = known
+            key = keys[curve, share]
+            if (stored := known.get(key)) is not None:
+                chosen = stored.astype(int).reshape(-1, 3).tolist()
+                removed = tuple((kinds[site], Head(layer, head)) for site, layer, head in chosen)
             else:
                 now = values
-                if config.compared.iterative and removed and curve.seed is None:
+                if path is not None and removed and curve.seed is None:
                     run.say(f"measuring {curve.criterion} without {len(removed)} heads of {curve.site}")
                     now = site_values(run.pool, replace(item, names=(curve.criterion,), intervention=_mask(removed)))
                 removed = curve.first(head_count(share, len(curve.heads)), removed, now)
+                known.add(key, [(kinds.index(site), *head) for site, head in removed])
             arms[share].append(curve.arm(share, removed))
     return [arm for of_share in arms.values() for arm in of_share]

@@ -7,7 +7,7 @@ command again resumes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from headscan.ablation.masks import HeadMask
@@ -26,7 +26,7 @@ from headscan.pruning.calibration import Calibration
 from headscan.pruning.head_selection import HeadSelection
 from headscan.pruning.head_values import head_values, ranked
 from headscan.pruning.selection_settings import SelectionConfig
-from headscan.runs.model_identity import ModelIdentity, fingerprint
+from headscan.runs.model_identity import ModelIdentity
 from headscan.runs.progress import at_work, shown_steps
 from headscan.runs.run_context import Run
 from headscan.settings.corpus_settings import TokenConfig
@@ -42,7 +42,6 @@ from headscan.steps.referee.referee_step import Referee
 from headscan.steps.run_evaluation import run_evaluation
 from headscan.steps.run_importance import recall_texts
 from headscan.store.records import ArmKind
-from headscan.store.store import Store
 from headscan.texts.recall_tasks import fixed_by
 from headscan.texts.tasks import Questions
 
@@ -145,41 +144,6 @@ FAMILY_CHOICES: dict[CriterionFamily, Callable[[LoadedModel, Calibration, Choice
 }
 
 
-@dataclass(frozen=True)
-class StoredChoices:
-    """The choices on one model and its texts. ``texts_hash`` is of everything that choices depend on, apart from
-    criterion and number.
-    """
-
-    store: Store
-    texts_hash: str
-
-    def read(self, criterion: str, counts: Sequence[int]) -> Choices | None:
-        """Return the stored heads of a criterion; None if one of the numbers is missing."""
-        if not self.store.path.exists():
-            return None
-        rows = self.store.query(
-            "SELECT name, layer, head FROM masks JOIN mask_heads USING (mask_id) WHERE list_contains(?, name)"
-            " ORDER BY name, layer, head",
-            [[self._arm_name(criterion, count) for count in counts]],
-        ).to_pylist()
-        choices = {
-            count: tuple(
-                Head(row["layer"], row["head"]) for row in rows if row["name"] == self._arm_name(criterion, count)
-            )
-            for count in counts
-        }
-        return choices if all(choices.values()) else None
-
-    def write(self, criterion: str, choices: Choices) -> None:
-        with self.store.one_transaction():
-            for count, heads in choices.items():
-                self.store.add_mask(self._arm_name(criterion, count), heads, criterion=criterion)
-
-    def _arm_name(self, criterion: str, count: int) -> str:
-        return f"{criterion}, {count} heads, texts {self.texts_hash}"
-
-
 def run_referee(config: Referee, run: Run) -> str:
     """Choose heads by every criterion and evaluate all choices; return the run's id. The model is held whole in this
     process.
@@ -190,14 +154,13 @@ def run_referee(config: Referee, run: Run) -> str:
     texts, held_out = read_texts(config.texts, run.identity, columns, run.say)
     questions = Questions(config.tasks, config.recall, run.identity, held_out)
     sizes = _sizes(config.compared.shares, run.facts.grid.total_heads)
-    texts_hash = _texts_hash(config, run, texts)
-    chosen = _choices(config, StoredChoices(run.store, texts_hash), run, texts, tuple(sizes.values()))
+    chosen = _choices(config, run, texts, tuple(sizes.values()))
 
     def evaluate_choices(arms: Sequence[Arm]) -> str:
         return run_evaluation(config, run, [BASELINE, *arms], questions=questions)
 
     if config.repair.is_none:
-        return evaluate_choices(_mask_arms(config, run, chosen, sizes, texts_hash))
+        return evaluate_choices(_mask_arms(config, run, chosen, sizes, _texts_hash(config, run, texts)))
     run_id = ""
     # Whole layers are other numbers of heads, or none; the other criteria share the numbers of the controls.
     controlled = next((name for name in config.criteria if name != LAYER_DROP), config.criteria[0])
@@ -235,36 +198,40 @@ def _sizes(shares: Sequence[float], total: int) -> dict[float, int]:
 
 def _texts_hash(config: Referee, run: Run, texts: CalibrationTexts) -> str:
     settings = {
-        "model": run.identity.fingerprint(),
-        "dtype": run.model.dtype,
         "texts": texts.content_hash,
         "iterative": config.compared.iterative,
         # Stages of the damage, the share of gates, and iterations depend on the shares.
         "shares": sorted(config.compared.shares),
     }
-    return fingerprint(settings)[:6]
+    return run.fingerprint(settings)[:6]
 
 
-def _choices(
-    config: Referee, stored: StoredChoices, run: Run, texts: CalibrationTexts, counts: tuple[int, ...]
-) -> dict[str, Choices]:
+def _choices(config: Referee, run: Run, texts: CalibrationTexts, counts: tuple[int, ...]) -> dict[str, Choices]:
     """Return the heads of every criterion; those that the store has are not chosen again."""
-    grid = run.facts.grid
     by_criterion: dict[str, Choices] = {}
-    for criterion in config.criteria:
-        if (known := stored.read(criterion, possible_counts(criterion, grid, counts))) is not None:
-            by_criterion[criterion] = known
-    missing = [name for name in config.criteria if name not in by_criterion]
-    for family in families(missing):
-        on_recall = any(CRITERIA[name].on_recall for name in family)
-        with fixed_by("Leave out importance_recall, or raise `max_tokens` if the length is too small"):
-            prompts = _recall_prompts(run.identity, config.texts.longest(run.identity)) if on_recall else None
-        job = ChoiceJob(texts, family, counts, config.compared.iterative, run.batch_tokens, prompts, run.say)
-        with kept_damages(run, texts, SelectionConfig(), job.batch_tokens) as damages:
-            chosen = run.pool.one(choose_heads, replace(job, known=damages))
-        for criterion, choices in chosen.items():
-            stored.write(criterion, choices)
-            by_criterion[criterion] = choices
+    # Stages of the damage, the share of gates, and iterations depend on the other shares.
+    of_all = (config.compared.iterative, sorted(counts))
+    with kept_damages(run, texts, SelectionConfig(), run.batch_tokens) as known:
+        for criterion in config.criteria:
+            stored = {
+                count: known.get(("heads of a criterion", criterion, count, *of_all))
+                for count in possible_counts(criterion, run.facts.grid, counts)
+            }
+            found = {count: each for count, each in stored.items() if each is not None}
+            if len(found) == len(stored):
+                by_criterion[criterion] = {
+                    count: tuple(Head(int(layer), int(head)) for layer, head in each.reshape(-1, 2))
+                    for count, each in found.items()
+                }
+        for family in families([name for name in config.criteria if name not in by_criterion]):
+            on_recall = any(CRITERIA[name].on_recall for name in family)
+            with fixed_by("Leave out importance_recall, or raise `max_tokens` if the length is too small"):
+                prompts = _recall_prompts(run.identity, config.texts.longest(run.identity)) if on_recall else None
+            job = ChoiceJob(texts, family, counts, config.compared.iterative, run.batch_tokens, prompts, run.say, known)
+            for criterion, choices in run.pool.one(choose_heads, job).items():
+                for count, heads in choices.items():
+                    known.add(("heads of a criterion", criterion, count, *of_all), heads)
+                by_criterion[criterion] = choices
     return by_criterion
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -154,40 +153,15 @@ def test_a_share_that_is_never_closed_ends_the_fit() -> None:
 
 
 @pytest.mark.parametrize("objective", ["loss", "divergence"])
-def test_a_fit_resumes_bit_by_bit(objective: str, tmp_path: Path) -> None:
+def test_a_fit_resumes_bit_by_bit(objective: str) -> None:
     config = quick(objective=objective, share=None, penalty=0.01)
     expected = fit_gates(make_loaded("llama"), some_texts(), config)
-    state = tmp_path / "states" / "fit"
-
-    def stop(now: FitState) -> None:
-        if now.step == 4:
-            raise KeyboardInterrupt
-
-    lm = make_loaded("llama")
-    with pytest.raises(KeyboardInterrupt):
-        fit_gates(lm, some_texts(), config, state=state, every=2, progress=stop)
-    seen: list[int] = []
-    found = fit_gates(lm, some_texts(), config, state=state, every=1, progress=lambda now: seen.append(now.step))
-    assert seen == [5, 6]
+    stopped, resumed = (GateFit(make_loaded("llama"), some_texts(), config) for _ in range(2))
+    left = stopped.advance(stopped.start(), 4)
+    state = FitState.of(left.numbers(), left.log_a.dtype)
+    assert state.step == 4 and torch.equal(state.square, left.square)
+    found = gates_of(make_loaded("llama").grid, resumed.advance(state, 100))
     assert torch.equal(found.log_a, expected.log_a) and found.penalty == expected.penalty
-    assert [path.name for path in state.parent.iterdir()] == ["fit"]
-
-
-def test_the_state_of_another_fit_is_refused(tmp_path: Path) -> None:
-    state = tmp_path / "fit"
-    fit_gates(make_loaded("llama"), some_texts(), quick(steps=1), state=state)
-    changed = make_loaded("llama")
-    columns(changed, USELESS).zero_()
-    for lm, texts, config in (
-        (changed, some_texts(), quick(steps=1)),
-        (make_loaded("llama"), some_texts(1), quick(steps=1)),
-        (make_loaded("llama"), some_texts(), quick(steps=2)),
-    ):
-        with pytest.raises(GateError, match="another fit"):
-            fit_gates(lm, texts, config, state=state)
-    state.write_bytes(b"no state")
-    with pytest.raises(GateError, match="cannot read the state"):
-        fit_gates(make_loaded("llama"), some_texts(), quick(steps=1), state=state)
 
 
 def test_seeds_decide_the_gates() -> None:

@@ -52,12 +52,11 @@ def test_status_shows_the_progress_of_arms(
     store = scan[0]
     run = store.begin_run(RunRecord(kind, "some", "tiny", LAYERS, HEADS, config={"requests": 20})).run_id
     arms = [begin_arm(store, run, name, "baseline") for name in ("baseline", "other", "third")]
-    answer = {"log_likelihood": -1.0, "greedy_tokens": 1, "text": None, "ablated_share": 0.0}
     import pyarrow as pa
 
     store.finish_arm(arms[0], pa.table({"task": ["t"], "question": [0], "correct": [1.0]}))
-    rows = pa.Table.from_pylist([{"request": f"r{i}", **answer} for i in range(7)])
-    store.add_responses(arms[1], rows)
+    unit = {"unit": "u", "what": "answers", "arm_id": arms[1], "numbers": [-1.0, 1.0, 0.0] * 7}
+    store.add_units(run, pa.Table.from_pylist([unit]))
     assert main(["status", "--store", str(store.path)]) == 0
     assert "1/3 arms, 7/40 requests of the others" in capsys.readouterr().out
 

@@ -225,7 +225,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_rows(on_text: Ablate, store: St
         run(on_text, store, _FailingPool(on_text.model, 2))
     assert store.query("from head_effects").num_rows == 0
     finished = store.query("select count(*) as n from arms where status = 'finished'").to_pylist()[0]["n"]
-    answered = store.query("select count(distinct arm_id) as n from responses").to_pylist()[0]["n"]
+    answered = store.query("select count(distinct arm_id) as n from units").to_pylist()[0]["n"]
     assert finished + answered > 0 and finished < 1 + LAYERS * HEADS
     assert run(on_text, store, InProcessPool(on_text.model, THREADS)) == expected
     query = "from head_effects order by all"

@@ -98,7 +98,8 @@ def undisturbed(config: Evaluate, tmp_path_factory: pytest.TempPathFactory) -> S
 def written(store: Store) -> int:
     """Stored requests of all arms."""
     rows = store.query(
-        "select (select count(*) from responses) as some, (select count(*) from arms where status = 'finished') as all"
+        "select (select coalesce(sum(len(numbers)), 0)::int // 3 from units) as some,"
+        " (select count(*) from arms where status = 'finished') as all"
     ).to_pylist()[0]
     return rows["some"] + REQUESTS * rows["all"]
 
@@ -112,7 +113,7 @@ def resumes(config: Evaluate, store: Store, undisturbed: Store) -> None:
     assert pool.asked == REQUESTS * len(ARMS) - before
     for ours, whole in zip(answers(store), answers(undisturbed), strict=True):
         assert ours.equals(whole)
-    assert store.query("from responses").num_rows == 0
+    assert store.query("from units").num_rows == 0
     assert store.runs("evaluate")[0]["status"] == "finished"
 
 
@@ -177,7 +178,7 @@ def test_a_run_resumes_after_its_process_is_killed(
 
     def copy(items: int) -> None:
         """The rows that a killed process leaves behind: those stored before the kill."""
-        monkeypatch.setattr("headscan.engine.answering._SECONDS_BETWEEN_WRITES", 0.0 if items == 6 else 1e9)
+        monkeypatch.setattr("headscan.runs.ledger.WRITE_SECONDS", 0.0 if items == 6 else 1e9)
         if items == 9:
             shutil.copy(store.path, left.path)
 
@@ -221,7 +222,7 @@ def test_a_failed_write_does_not_hide_what_stopped_a_run(
     def full(*given: object) -> None:
         raise StoreFullError("no space left on its device")
 
-    monkeypatch.setattr(store, "add_responses", full)
+    monkeypatch.setattr(store, "add_units", full)
     with pytest.raises(Interrupted):
         run(config, store, CountingPool(config.model, dying(3)))
 

@@ -22,7 +22,7 @@ from headscan.settings.corpus_settings import CorpusSpec, ExamplesSpec, TokenCon
 from headscan.steps.corpus_step import CorpusRunError
 from headscan.steps.importance import Importance
 from headscan.steps.run_corpus import CorpusRunResult
-from headscan.steps.run_importance import run_labelled_importance
+from headscan.steps.run_importance import run_importance
 from headscan.store.store import Store
 from headscan.texts.labelled_texts import LabelledText, read_labelled
 from tests.jobs.cli.test_cli import fails
@@ -39,7 +39,7 @@ def config_of(folder: Path, family: str, **settings: object) -> Importance:
 
 
 def run(config: Importance, store: Store) -> CorpusRunResult:
-    return run_labelled_importance(config, Run(config.model, store, lambda _: open_pool(config.model, THREADS)))
+    return run_importance(config, Run(config.model, store, lambda _: open_pool(config.model, THREADS)))
 
 
 def model_of(config: Importance, family: str) -> PreTrainedModel:
@@ -112,7 +112,7 @@ def test_other_labels_are_another_run_and_the_same_ones_are_done(tmp_path: Path,
     config = config_of(tmp_path, "bert")
     done = run(config, store)
     assert (done.measured, done.skipped) == (3, 0)
-    assert run_labelled_importance(config, Run(config.model, store, refuse)) == CorpusRunResult(done.run_id, True)
+    assert run_importance(config, Run(config.model, store, refuse)) == CorpusRunResult(done.run_id, True)
     write_lines(tmp_path / "d.tsv", [line.replace("good", "bad") for line in LABELLED])
     assert run(config, store).run_id != done.run_id
 

@@ -23,7 +23,14 @@ ARMS = 1 + LAYERS * HEADS
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headscan.steps.run_labelled_ablate._CHUNK_EXAMPLES", GROUP)
+    monkeypatch.setattr("headscan.engine.answering._CHUNK_EXAMPLES", GROUP)
+
+
+def written(store: Store) -> int:
+    """Return the number of stored answers of unfinished arms."""
+    return sum(
+        len(numbers) // 3 for numbers in store.query("from units where arm_id is not null")["numbers"].to_pylist()
+    )
 
 
 def assert_equal_rows(ours: Store, whole: Store) -> None:
@@ -51,12 +58,12 @@ def test_an_arm_that_stops_asks_only_the_rest(
     with pytest.raises(Interrupted):  # four of the items of the first two arms are answered
         execute(config, store, pool)
     assert store.query("from arms where status = 'finished'").num_rows == 1
-    assert store.query("from responses").num_rows == GROUP and pool.asked == len(LABELLED) + GROUP
+    assert written(store) == GROUP and pool.asked == len(LABELLED) + GROUP
     assert store.runs("ablate")[0]["status"] == "failed"
     rest = CountingPool(config.model)
     assert execute(config, store, rest) == (run_id, effects)
     assert rest.asked == undisturbed.asked - pool.asked
-    assert store.query("from responses").num_rows == 0
+    assert store.query("from units").num_rows == 0
     assert_equal_rows(store, whole)
 
 
@@ -67,13 +74,13 @@ def test_answers_are_stored_while_an_arm_runs(tmp_path: Path, store: Store, monk
 
     def copy(items: int) -> None:
         seconds = 0.0 if items in (3, 4, 5) else 1e9  # the second arm
-        monkeypatch.setattr("headscan.engine.answering._SECONDS_BETWEEN_WRITES", seconds)
+        monkeypatch.setattr("headscan.runs.ledger.WRITE_SECONDS", seconds)
         if items == 5:  # its last item
             shutil.copy(store.path, left.path)
 
     _, effects = execute(config, store, CountingPool(config.model, copy))
-    kept = len(LABELLED) + left.query("from responses").num_rows
-    assert left.query("from responses").num_rows == 2 * GROUP
+    kept = len(LABELLED) + written(left)
+    assert written(left) == 2 * GROUP
     rest = CountingPool(config.model)
     assert execute(config, left, rest)[1] == effects
     assert rest.asked == ARMS * len(LABELLED) - kept

@@ -272,7 +272,7 @@ def test_the_command_writes_a_plan_and_keeps_the_damages(tmp_path: Path, capsys:
     assert "nats per token" in capsys.readouterr().out
     (run,) = Store(store).runs()
     assert (run["kind"], run["status"]) == ("plan", "finished")
-    assert "damage of a window on KV heads" in Store(store).query("FROM measured_units")["what"].to_pylist()
+    assert "damage of a window on KV heads" in Store(store).query("FROM units")["what"].to_pylist()
 
 
 @pytest.mark.parametrize(

@@ -110,11 +110,11 @@ def test_a_finished_plan_is_not_measured_again_and_other_budgets_share_its_damag
 KILLED = """
 import os, signal, sys
 from headscan.store.store import Store
-from headscan.runs import run_context
+from headscan.runs import ledger
 from tests.jobs.steps.test_plan_resume import made
 
-run_context.WRITE_SECONDS = 0.0
-add = run_context.StoredNumbers.add
+ledger.WRITE_SECONDS = 0.0
+add = ledger.Ledger.add
 left = int(sys.argv[2])
 
 def added(self, unit, numbers):
@@ -124,7 +124,7 @@ def added(self, unit, numbers):
     if not left:
         os.kill(os.getpid(), signal.SIGKILL)
 
-run_context.StoredNumbers.add = added
+ledger.Ledger.add = added
 made(sys.argv[1])
 """
 
@@ -137,7 +137,7 @@ def test_a_killed_plan_resumes(undisturbed: tuple[str, list[Any]], tmp_path: Pat
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     (left,) = Store(store).runs("plan")
     assert left["status"] == "interrupted"
-    assert Store(store).query("FROM measured_units").num_rows == first
+    assert Store(store).query("FROM units").num_rows == first
     plan, rest = made(store)
     assert (plan.to_json(), len(rest)) == (expected, len(measured) - first)
 

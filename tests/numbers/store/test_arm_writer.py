@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from headscan.errors import FinishedArmError, StoreError
+from headscan.errors import StoreError
 from headscan.store.records import ArmRecord, RunRecord
 from headscan.store.store import Store
 from tests.numbers.conftest import answer_table
@@ -32,19 +32,6 @@ def arm(tmp_path: Path) -> tuple[Store, ArmRecord, str]:
 
 
 TASKS = np.array(["a", "a", "b"])
-
-
-def response_table(*requests: str) -> pa.Table:
-    count = len(requests)
-    return pa.table(
-        {
-            "request": requests,
-            "log_likelihood": [-float(len(request)) for request in requests],
-            "greedy_tokens": [None] * count,
-            "text": [None] * count,
-            "ablated_share": [0.1] * count,
-        }
-    )
 
 
 def result_table(value: float) -> pa.Table:
@@ -85,7 +72,7 @@ def test_answers_are_replaced_and_a_finished_arm_is_known(arm: tuple[Store, ArmR
 def test_an_arm_is_written_completely_or_not_at_all(arm: tuple[Store, ArmRecord, str]) -> None:
     store, record, arm_id = arm
     answers = answer_table(TASKS, np.zeros(3))
-    store.add_responses(arm_id, response_table("one"))
+    store.add_units(record.run_id, unit("first", arm_id, -1.0))
     with pytest.raises(StoreError, match="uplicate key"):
         store.finish_arm(arm_id, pa.concat_tables([answers, answers]))
     with pytest.raises(StoreError, match="Add or remove value"):
@@ -93,7 +80,7 @@ def test_an_arm_is_written_completely_or_not_at_all(arm: tuple[Store, ArmRecord,
     with pytest.raises(StoreError, match="no arm nobody"):
         store.finish_arm("nobody", answers)
     assert not store.begin_arm(record)
-    assert (_rows(store, "answers"), _rows(store, "arm_results"), _rows(store, "responses")) == (0, 0, 1)
+    assert (_rows(store, "answers"), _rows(store, "arm_results"), _rows(store, "units")) == (0, 0, 1)
 
 
 def test_an_arm_is_found_by_its_id_and_takes_another_name(arm: tuple[Store, ArmRecord, str]) -> None:
@@ -128,30 +115,26 @@ def test_recall_is_false_by_default(arm: tuple[Store, ArmRecord, str]) -> None:
     assert store.query("SELECT DISTINCT recall FROM answers").to_pylist() == [{"recall": False}]
 
 
-def test_responses_are_kept_until_the_arm_is_finished(arm: tuple[Store, ArmRecord, str]) -> None:
+def unit(name: str, arm_id: str, *numbers: float) -> pa.Table:
+    return pa.table({"unit": [name], "what": ["answers"], "arm_id": [arm_id], "numbers": [[*numbers]]})
+
+
+def test_units_are_kept_until_their_arm_is_finished(arm: tuple[Store, ArmRecord, str]) -> None:
     store, record, arm_id = arm
-    other = "0123456789ab"
+    other, run_id = "0123456789ab", record.run_id
     store.begin_arm(dataclasses.replace(record, arm_id=other, name="other"))
-    store.add_responses(other, response_table("one"))
-    store.add_responses(arm_id, response_table("one", "three"))
-    changed = response_table("one", "seven", "seven")
-    changed = changed.set_column(1, "log_likelihood", pa.array([-9.0, -8.0, -8.0]))
-    store.add_responses(arm_id, changed)
+    store.add_units(run_id, unit("theirs", other, -1.0))
+    store.add_units(run_id, unit("first", arm_id, -1.0))
+    store.add_units(run_id, unit("second", arm_id, -2.0, 1.0))
+    store.add_units(run_id, unit("first", arm_id, -3.0))
     assert not store.begin_arm(record)
-    kept = store.responses([arm_id]).sort_by("request")
-    assert kept.column_names == ["arm_id", *response_table().column_names]
-    assert kept.select(["request", "log_likelihood"]).to_pylist() == [
-        {"request": "one", "log_likelihood": -3.0},
-        {"request": "seven", "log_likelihood": -8.0},
-        {"request": "three", "log_likelihood": -5.0},
-    ]
+    kept = store.query("SELECT unit, numbers FROM units WHERE arm_id = ? ORDER BY unit", [arm_id]).to_pylist()
+    assert kept == [{"unit": "first", "numbers": [-3.0]}, {"unit": "second", "numbers": [-2.0, 1.0]}]
     store.finish_arm(arm_id, answer_table(TASKS, np.ones(3)))
-    assert (store.responses([arm_id]).num_rows, store.responses([other]).num_rows) == (0, 1)
-    with pytest.raises(FinishedArmError, match=rf"arm {arm_id} is finished"):
-        store.add_responses(arm_id, response_table("late"))
-    with pytest.raises(StoreError, match="no arm nobody") as caught:
-        store.add_responses("nobody", response_table("one"))
-    assert not isinstance(caught.value, FinishedArmError)
+    store.add_units(run_id, unit("late", arm_id, -1.0))  # of another process
+    assert store.units(run_id)["unit"].to_pylist() == ["theirs"]
+    with pytest.raises(StoreError, match="no run nobody"):
+        store.add_units("nobody", unit("first", arm_id, -1.0))
 
 
 def test_arms_begin_in_one_transaction(arm: tuple[Store, ArmRecord, str], monkeypatch: pytest.MonkeyPatch) -> None:

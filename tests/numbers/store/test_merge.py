@@ -41,18 +41,15 @@ def answers_of(name: str) -> pa.Table:
 
 
 def write_arms(store: Store, names: Sequence[str], *, open_arms: Sequence[str] = (), judged: bool = True) -> str:
-    """Write an evaluation with finished arms, and arms with a few responses."""
+    """Write an evaluation with finished arms, and arms with a few answers: a unit of each store, and a common one."""
     with store.one_transaction():
         run_id = store.begin_run(EVALUATION).run_id
         for name in names:
             store.finish_arm(begin_arm(store, run_id, name, name), answers_of(name), ablated_share=0.1)
         for name in open_arms:
             arm_id = begin_arm(store, run_id, name, name)
-            requests = [f"{store.path.stem}{i}" for i in range(3)] + ["both"]
-            likelihoods = {"log_likelihood": [-1.0] * 4, "greedy_tokens": [1] * 4, "ablated_share": [0.1] * 4}
-            store.add_responses(
-                arm_id, pa.table({"request": requests, **likelihoods, "text": pa.nulls(4, pa.string())})
-            )
+            units = [{"unit": unit, "what": "answers", "numbers": [-1.0]} for unit in (store.path.stem, "both")]
+            store.add_units(run_id, pa.Table.from_pylist([each | {"arm_id": arm_id} for each in units]))
         if not open_arms:
             store.finish_run(run_id)
     if judged:
@@ -125,7 +122,7 @@ def test_a_finished_arm_replaces_an_unfinished_one(new: dict[str, Store]) -> Non
         [merged] = merge_stores([new[name] for name in order], into)
         assert (merged.status, merged.added_arms) == ("finished", 2)
         with into.reading():
-            assert content(into, "responses") == []
+            assert content(into, "units") == []
             assert content(into, "answers") == content(new["two"], "answers")
 
 
@@ -139,14 +136,13 @@ def test_an_evaluation_with_an_open_arm_is_running(new: dict[str, Store], order:
     assert run["finished_at"] is None and run["status"] in ("running", "interrupted")
 
 
-def test_responses_of_an_unfinished_arm_come_together(new: dict[str, Store]) -> None:
+def test_units_of_an_unfinished_arm_come_together(new: dict[str, Store]) -> None:
     for name in ("one", "two"):
         write_arms(new[name], ("baseline",), open_arms=("mask",), judged=False)
     [merged] = merge_stores([new["one"], new["two"]], new["all"])
     assert merged.status == "running"
     assert new["all"].runs()[0]["status"] == "running"  # of this process; it is interrupted when that has ended
-    requests = {row["request"] for row in content(new["all"], "responses")}
-    assert requests == {"one0", "one1", "one2", "two0", "two1", "two2", "both"}
+    assert [row["unit"] for row in content(new["all"], "units")] == ["both", "one", "two"]
 
 
 def test_other_answers_are_a_contradiction(new: dict[str, Store]) -> None:
@@ -216,10 +212,14 @@ def _units(store: Store, numbers: dict[str, list[float]], *, finished: bool) -> 
     rows = [{"unit": unit, "what": "damage", "numbers": values} for unit, values in numbers.items()]
     with store.one_transaction():
         run_id = store.begin_run(RunRecord("prune", "p", "tiny", LAYERS, HEADS)).run_id
-        store.add_measured_units(run_id, pa.Table.from_pylist(rows))
+        store.add_units(run_id, pa.Table.from_pylist(rows))
         if finished:
             store.finish_run(run_id)
     return run_id
+
+
+def _numbers(store: Store, run_id: str) -> dict[str, list[float]]:
+    return {row["unit"]: row["numbers"] for row in store.units(run_id).to_pylist()}
 
 
 def test_measured_units_of_two_stores_come_together(new: dict[str, Store]) -> None:
@@ -227,9 +227,9 @@ def test_measured_units_of_two_stores_come_together(new: dict[str, Store]) -> No
     run_id = _units(new["two"], {"b": [0.1], "c": []}, finished=True)
     (merged,) = merge_stores([new["one"], new["two"]], new["all"])
     assert (merged.kind, merged.status) == ("prune", "finished")
-    assert new["all"].measured_units(run_id) == {"a": [1.0, 2.0], "b": [0.1], "c": []}
+    assert _numbers(new["all"], run_id) == {"a": [1.0, 2.0], "b": [0.1], "c": []}
     merge_stores([new["one"], new["two"]], new["all"])
-    assert new["all"].query("FROM measured_units").num_rows == 3
+    assert new["all"].query("FROM units").num_rows == 3
 
 
 def test_other_numbers_of_a_measured_unit_are_a_contradiction(new: dict[str, Store]) -> None:
@@ -237,16 +237,7 @@ def test_other_numbers_of_a_measured_unit_are_a_contradiction(new: dict[str, Sto
     run_id = _units(new["two"], {"a": [1.0, float("nan")], "b": [0.2], "c": []}, finished=True)
     with pytest.raises(MergeError, match=rf"run {run_id}: unit b \(damage\) has other numbers in .*two.* and in .*all"):
         merge_stores([new["one"], new["two"]], new["all"])
-    assert new["all"].measured_units(run_id).keys() == {"a", "b"}
-
-
-def test_other_responses_of_an_unfinished_arm_are_a_contradiction(new: dict[str, Store]) -> None:
-    for name in ("one", "two"):
-        write_arms(new[name], ("baseline",), open_arms=("mask",), judged=False)
-    with new["two"].connect() as connection:
-        connection.execute("UPDATE responses SET log_likelihood = -2 WHERE request = 'both'")
-    with pytest.raises(MergeError, match=r"arm mask has other responses in .*two.* and in .*all"):
-        merge_stores([new["one"], new["two"]], new["all"])
+    assert _numbers(new["all"], run_id).keys() == {"a", "b"}
 
 
 def _ablate(store: Store, *modes: str, open_heads: Sequence[int] = (), effects: bool = True) -> str:
@@ -305,7 +296,7 @@ def test_a_restarted_run_has_no_units_and_its_new_software(new: dict[str, Store]
     run_id = _units(store, {"a": [1.0]}, finished=True)
     store.restart_run(RunRecord("prune", "p", "tiny", LAYERS, HEADS, packages={"torch": "9"}))
     (run,) = store.runs("prune")
-    assert (run["status"], store.measured_units(run_id)) == ("running", {})
+    assert (run["status"], _numbers(store, run_id)) == ("running", {})
     assert [each["packages"] for each in run["provenance"]] == [{"torch": "9"}]
-    store.add_measured_units(run_id, pa.table({"unit": ["a"], "what": ["damage"], "numbers": [[2.0]]}))
-    assert store.measured_units(run_id) == {"a": [2.0]}
+    store.add_units(run_id, pa.table({"unit": ["a"], "what": ["damage"], "numbers": [[2.0]]}))
+    assert _numbers(store, run_id) == {"a": [2.0]}

@@ -17,7 +17,8 @@ from headscan.long_work import WorkKey
 from headscan.model_spec import ModelSpec
 from headscan.pruning.edited_model import Divergence
 from headscan.pruning.selection_settings import SelectionConfig
-from headscan.runs.run_context import Run, StoredNumbers
+from headscan.runs.ledger import Ledger
+from headscan.runs.run_context import Run
 from headscan.settings.saving_settings import PruneTexts, RecallPrompts
 from headscan.steps.prune.prune_step import Prune, RepairChoice, Timing
 from headscan.steps.prune.pruned_arms import BuiltModel
@@ -48,9 +49,9 @@ def pruned(
 ) -> tuple[list[tuple[tuple[int, int], ...]], dict[str, str], Counts]:
     """Prune into a folder, and stop after ``most`` units; return heads, hashes of the weights and counts."""
     counts = Counts()
-    add, measured = StoredNumbers.add, Divergence._cross_entropy
+    add, measured = Ledger.add, Divergence._cross_entropy
 
-    def added(self: StoredNumbers, unit: WorkKey, numbers: object) -> None:
+    def added(self: Ledger, unit: WorkKey, numbers: object) -> None:
         add(self, unit, numbers)  # type: ignore[arg-type]
         counts.units += 1
         if counts.units == most:
@@ -62,7 +63,7 @@ def pruned(
 
     spec = ModelSpec(str(model), "float32")
     with monkeypatch.context() as patched, InProcessPool(spec, THREADS) as pool:
-        patched.setattr(StoredNumbers, "add", added)
+        patched.setattr(Ledger, "add", added)
         patched.setattr(Divergence, "_cross_entropy", counted)
         run = Run(spec, Store(folder / "s.duckdb"), lambda _: pool, batch_tokens=512)
         found = run_prune(config(spec, corpus, folder), run)
@@ -98,7 +99,7 @@ def undisturbed(model_folder: Path, corpus_folder: Path, finished: Path):  # typ
     folder = finished
     with pytest.MonkeyPatch.context() as monkeypatch:
         found = pruned(model_folder, corpus_folder, folder, monkeypatch)
-    rows = Store(folder / "s.duckdb").query("SELECT what, count(*) AS n FROM measured_units GROUP BY what").to_pylist()
+    rows = Store(folder / "s.duckdb").query("SELECT what, count(*) AS n FROM units GROUP BY what").to_pylist()
     assert {row["what"] for row in rows} == {
         "best subsets of the heads of a layer",
         "cross-entropy of a batch without heads",
@@ -118,7 +119,7 @@ def test_a_stopped_pruning_resumes(
         pruned(model_folder, corpus_folder, tmp_path, monkeypatch, first)
     (left,) = Store(tmp_path / "s.duckdb").runs("prune")
     assert left["status"] == "failed"
-    assert Store(tmp_path / "s.duckdb").query("FROM measured_units").num_rows == first
+    assert Store(tmp_path / "s.duckdb").query("FROM units").num_rows == first
     found, again, rest = pruned(model_folder, corpus_folder, tmp_path, monkeypatch)
     assert (found, again) == (heads, weights)
     assert rest.units == whole.units - first
