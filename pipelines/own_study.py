@@ -53,7 +53,7 @@ steps: list[Any] = [
     ),
     headscan.Evaluate(
         model,
-        recall=headscan.RecallQuestions(questions=100),
+        recall=headscan.RecallQuestions(questions=24),
         held_out=headscan.LossTexts(judging, sequences=64, max_tokens=192),
         arms=headscan.ChosenArms(criterion="importance", share=0.05, plans=(str(plan),), models=(str(smaller),)),
     ),

@@ -99,7 +99,7 @@ class Ablate(QuestionStep["AblateResult"]):
         self.refuse(("metric",), "without `data`")
         self.tasks.check_effect()
         if not self.tasks.names:
-            self.require_corpus("name texts, or `tasks`, or `data` of labelled examples")
+            self.require_corpus("`tasks` or `corpus` is required, or `data` of labelled examples: name one of them")
         if self.tasks.names and self.corpus is not None and self.replacement.kind == "zero":
             raise InterventionError("tasks and texts, but effects have one metric. Set either `tasks` or `corpus`")
         if self.tasks.names:

@@ -56,9 +56,11 @@ class Importance(CorpusStep):
         ),
     ] = 0
 
-    def require_corpus(self, required: str = "name a text, or a file of labelled examples as `data`") -> None:
+    def require_corpus(
+        self, problem: str = "`corpus` is required: name a text, or a file of labelled examples as `data`"
+    ) -> None:
         if self.data is None:
-            super().require_corpus(required)
+            super().require_corpus(problem)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -61,11 +61,6 @@ class Probe(Step["ProbeResult"]):
         BehaviourProbe, Group("retrieval_score", needs=(replace(_RETRIEVED, of=("lengths", "depths")),))
     ] = field(default_factory=BehaviourProbe)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.behaviours and "retrieval_score" not in self.behaviours:
-            self.refuse(("corpus",), "without retrieval_score")
-
     def longest(self, identity: ModelIdentity) -> int:
         return max(self.probe.lengths_within(identity.max_tokens))
 

@@ -18,13 +18,12 @@ import torch
 from headscan.ablation.intervention import Intervention
 from headscan.cluster.pool import refuse_staged
 from headscan.engine.answer import HALF, AnsweringSettings, need_headscan_kernels, need_whole_inputs, settings_for
-from headscan.engine.answering import ArmResponses, RequestChunk, answer_arms, request_chunks
+from headscan.engine.answering import ArmResponses, answer_arms, request_chunks
 from headscan.engine.arms import BASELINE, Arm, check_arms, distinct_arms
 from headscan.engine.bundles import bundle_size
 from headscan.engine.likelihood import joint_prefix_tokens
 from headscan.errors import NotFiniteError
 from headscan.model_spec import ModelSpec
-from headscan.runs.ledger import Ledger
 from headscan.runs.model_identity import ModelFacts, ModelIdentity, fingerprint
 from headscan.runs.progress import at_work
 from headscan.runs.run_context import Run
@@ -75,17 +74,49 @@ def run_evaluation(
     rounding = _rounding(run.facts, interventions, in_ranges=run.pool.staged)
     record = _record(run, questions, rounding, purpose, config.share_prefixes)
     chunks = request_chunks(questions.requests, run.batch_tokens)
+    failed = list[str]()
     with run.ledger(record, extends=_lacks_arms(run.store, record, arms)) as ledger:
-        arm_run = ArmRun(run, ledger, arms, judges_arms=purpose.judges_arms)
-        unfinished = arm_run.begin()
+        unfinished = _begin(run, ledger.run_id, arms, purpose)
         specs = dict.fromkeys(arm.model for arm in unfinished.values())
         for spec in sorted(specs, key=lambda spec: spec is not None):  # the model of the baseline is open
             model_arms = {arm_id: arm for arm_id, arm in unfinished.items() if arm.model == spec}
-            with nullcontext(run) if spec is None else run.on(spec, models[spec]) as model_run:
-                settings = _answering_settings(model_run, config.share_prefixes, questions, interventions)
-                arm_run.answer(model_run, model_arms, questions, chunks, settings)
-        arm_run.judge()
+            title = f"{len(model_arms)} arm{'s' * (len(model_arms) > 1)}"
+            with nullcontext(run) if spec is None else run.on(spec, models[spec]) as of_model:
+                settings = _answering_settings(of_model, config.share_prefixes, questions, interventions)
+                answered = answer_arms(ledger, of_model.pool, model_arms, chunks, settings, title=title, say=run.say)
+                for arm_id, responses in answered:
+                    arm = model_arms[arm_id]
+                    try:
+                        figures = _finish_arm(run.store, questions, of_model.facts, arm, arm_id, responses)
+                        if purpose.judges_arms:
+                            run.say(f"{arm.name}: {', '.join(figures)}")
+                    except NotFiniteError as problem:
+                        failed.append(arm.name)
+                        run.say(f"{arm.name}: {problem}")
+        if purpose.judges_arms and BASELINE.name not in failed:  # every verdict is a comparison with the baseline
+            with at_work("verdicts"):
+                record_verdicts(run.store, ledger.run_id)
+        if failed:
+            raise NotFiniteError(
+                f"{len(failed)} of {len(arms)} arms have NaN log-likelihoods and no result: {', '.join(failed)}. Load"
+                " the model in another `dtype`"
+            )
     return ledger.run_id
+
+
+def _begin(run: Run, run_id: str, arms: Sequence[Arm], purpose: Purpose) -> dict[str, Arm]:
+    """Store the arms, and return those that are not finished by their ids in the store."""
+    unfinished, finished = dict[str, Arm](), list[Arm]()
+    with run.store.one_transaction():
+        for arm in arms:
+            record = _arm_record(run.store, run_id, arm)
+            if run.store.begin_arm(record):
+                finished.append(arm)
+            else:
+                unfinished[record.arm_id] = arm
+    for arm in finished if purpose.judges_arms else ():
+        run.say(f"{arm.name}: finished before")
+    return unfinished
 
 
 def _lacks_arms(store: Store, record: RunRecord, arms: Sequence[Arm]) -> bool:
@@ -132,71 +163,6 @@ def _answering_settings(
     prefix_tokens = max(questions.longest_input(), joint_prefix_tokens(facts.device.split(":")[0]))
     size = bundle_size({} if settings.share_prefixes is False else facts.caches, prefix_tokens)
     return replace(settings, bundle_size=size)
-
-
-@dataclass(frozen=True)
-class ArmRun:
-    """The arms of a run: begun together, answered model by model, and judged together.
-
-    Attributes:
-        judges_arms: Report each finished arm, and store its verdict at the end.
-        failed: Names of the arms with NaN log-likelihoods.
-    """
-
-    run: Run
-    ledger: Ledger
-    arms: Sequence[Arm]
-    judges_arms: bool
-    failed: list[str] = field(default_factory=list)
-
-    def begin(self) -> dict[str, Arm]:
-        """Store the arms, and return those that are not finished by their ids in the store."""
-        unfinished, finished, run_id = dict[str, Arm](), list[Arm](), self.ledger.run_id
-        with self.run.store.one_transaction():
-            for arm in self.arms:
-                record = _arm_record(self.run.store, run_id, arm)
-                if self.run.store.begin_arm(record):
-                    finished.append(arm)
-                else:
-                    unfinished[record.arm_id] = arm
-        for arm in finished if self.judges_arms else ():
-            self.run.say(f"{arm.name}: finished before")
-        return unfinished
-
-    def answer(
-        self,
-        model_run: Run,
-        model_arms: Mapping[str, Arm],
-        questions: Questions,
-        chunks: Sequence[RequestChunk],
-        settings: AnsweringSettings,
-    ) -> None:
-        """Answer all questions with the arms of one model, that of ``model_run``, and finish each arm. ``model_arms``
-        are given by their ids in the store, and ``chunks`` hold the requests of the questions.
-        """
-        store, title = self.run.store, f"{len(model_arms)} arm{'s' * (len(model_arms) > 1)}"
-        for arm_id, responses in answer_arms(
-            self.ledger, model_run.pool, model_arms, chunks, settings, title=title, say=self.run.say
-        ):
-            arm = model_arms[arm_id]
-            try:
-                figures = _finish_arm(store, questions, model_run.facts, arm, arm_id, responses)
-                if self.judges_arms:
-                    self.run.say(f"{arm.name}: {', '.join(figures)}")
-            except NotFiniteError as problem:
-                self.failed.append(arm.name)
-                self.run.say(f"{arm.name}: {problem}")
-
-    def judge(self) -> None:
-        """Store the verdicts of the answered arms. Raise NotFiniteError if arms failed."""
-        if self.judges_arms and BASELINE.name not in self.failed:  # every verdict is a comparison with the baseline
-            with at_work("verdicts"):
-                record_verdicts(self.run.store, self.ledger.run_id)
-        if self.failed:
-            raise NotFiniteError(
-                f"{len(self.failed)} of {len(self.arms)} arms have NaN log-likelihoods and no result: "
-                f"{', '.join(self.failed)}. Load the model in another `dtype`"
-            )
 
 
 def _rounding(facts: ModelFacts, interventions: Sequence[Intervention | None], *, in_ranges: bool) -> str:

@@ -69,11 +69,13 @@ class Step(ABC, Generic[R]):
             if each.name in names and getattr(self, each.name) != default:
                 raise self.error(f"`{each.name}` has no effect {why}: leave it out")
 
-    def require_corpus(self, required: str = "name a file, a folder, a data set or a built-in corpus") -> None:
+    def require_corpus(
+        self, problem: str = "`corpus` is required: name a file, a folder, a data set or a built-in corpus"
+    ) -> None:
         """Name the corpus of the bundled model if ``corpus`` is None; raise ``error`` for other models."""
         if getattr(self, "corpus", None) is None:
             if not self.model.is_demo:
-                raise self.error(f"`corpus` is required: {required}")
+                raise self.error(problem)
             object.__setattr__(self, "corpus", CorpusSpec(DEMO_CORPUS))
 
     def for_demo(self, scratch: Path) -> Self:

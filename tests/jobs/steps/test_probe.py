@@ -93,7 +93,7 @@ def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: Probe
     assert other.run_id != first.run_id
     assert not np.array_equal(*(values(store, r.run_id, "induction_score") for r in (first, other)))
     # What only decides prompts that are not asked for makes no other run.
-    few = replace(config, behaviours=("induction_score",), corpus=None)
+    few = replace(config, behaviours=("induction_score",))
     alone = run(few, store)
     longer = replace(few, probe=replace(config.probe, lengths=(700,)), corpus=CorpusSpec("python-stdlib"))
     assert run(longer, store, refuse) == ProbeResult(alone.run_id, True)
@@ -124,7 +124,7 @@ def test_a_probe_whose_rows_cannot_be_written_has_failed(
 
     monkeypatch.setattr(Store, "add_behaviours", breaks)
     with pytest.raises(StoreError, match="made to fail"):
-        run(replace(config, behaviours=("induction_score",), corpus=None), store)
+        run(replace(config, behaviours=("induction_score",)), store)
     assert [r["status"] for r in store.runs("probe")] == ["failed"]
 
 
