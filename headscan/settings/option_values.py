@@ -160,7 +160,7 @@ def _arguments(cls: Any, values: Mapping[str, Any], path: str) -> dict[str, Any]
             arguments[name] = None
         else:
             inside = _arguments(field.classes[0], values, f"{key}.")
-            if default is MISSING or (default is None and inside):
+            if default in (MISSING, None) and (inside or not field.optional):
                 arguments[name] = field.classes[0](**inside)
             elif inside:
                 arguments[name] = replace(default, **inside)
