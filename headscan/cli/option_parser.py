@@ -50,9 +50,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if unknown := re.match("unrecognized arguments: (--[a-z-]+)", message):
-            message += "".join(
-                f"; did you mean {near}?" for near in get_close_matches(unknown[1], self._option_string_actions, 1)
-            )
+            near = get_close_matches(unknown[1], self._option_string_actions, 1)
+            message += f"; did you mean {near[0]}?" if near else ""
             if unknown[1] in _RENAMED:
                 message = f"{unknown[1]} is now {_RENAMED[unknown[1]]}"
         raise UsageError(f"{message} (see `{self.prog} --help`)")

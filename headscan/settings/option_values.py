@@ -69,6 +69,8 @@ def option_value(option: Option, given: Any) -> Any:
     field, sets = option.field, option.sets or {}
     if isinstance(given, dict) and is_dataclass(option.parse):
         return make_settings(option.parse, _field_values(options_of(option.parse), given))
+    if isinstance(given, list) and len(given) == 1 and not field.many:
+        [given] = given
     if isinstance(given, dict) or (isinstance(given, list) and not field.many):
         raise UsageError(f"{given!r} is a {type(given).__name__}; give one value")
     if field.kind is bool:
@@ -111,18 +113,18 @@ def file_values(cls: Any, path: str | Path) -> dict[str, Any]:
         raise UsageError(f"{path} cannot be read: {what}. Give a YAML or JSON file") from problem
     if not isinstance(content, dict):
         raise UsageError(f"{path} holds no settings. Write lines such as `model: demo`")
-    options = options_of(cls)
-    flags = {flag.lstrip("-").lower(): option for option in options.values() for flag in option.flags}
-    step = "step." if "step.model.source" in options else ""
+    fields = {key.removeprefix("step."): option for key, option in options_of(cls).items()}
+    flags = {flag.lstrip("-").lower(): option for option in fields.values() for flag in option.flags}
     values: dict[str, Any] = {}
     for name, value in content.items():
         plain = str(name).replace("_", "-")
-        group = {f"{step}{name}.{inner}": each for inner, each in value.items()} if isinstance(value, dict) else {}
+        group = {f"{name}.{inner}": each for inner, each in value.items()} if isinstance(value, dict) else {}
+        in_group = not fields.keys().isdisjoint(group)
+        if not in_group and plain not in flags:
+            raise UsageError(f"{path}: {unknown_name('option', plain, flags)}")
         try:
-            if not options.keys().isdisjoint(group):
-                values |= _field_values(options, group)
-            elif plain not in flags:
-                raise unknown_name("option", plain, flags)
+            if in_group:
+                values |= _field_values(fields, group)
             elif value is not None:
                 found = option_value(flags[plain], value)
                 values[flags[plain].key] = not found if flags[plain].negated else found
@@ -136,7 +138,7 @@ def _field_values(options: Mapping[str, Option], given: Mapping[str, Any]) -> di
     if unknown := given.keys() - options.keys():
         raise unknown_name("option", min(unknown), options)
     kept = {key: each for key, each in given.items() if each is not None and (each != [] or options[key].default != ())}
-    return {key: option_value(options[key], each) for key, each in kept.items()}
+    return {options[key].key: option_value(options[key], each) for key, each in kept.items()}
 
 
 def make_settings(cls: type[S], values: Mapping[str, Any]) -> S:

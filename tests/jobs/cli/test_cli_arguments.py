@@ -354,6 +354,7 @@ def test_good_values_are_read() -> None:
     assert sweep.scores == tuple(SCORES)
     evaluate = read(["evaluate", "demo", "--tasks", "a", "--heads", "3:5", "0:0", "--num-fewshot", "0"]).step
     assert (evaluate.arms.heads, evaluate.tasks.num_fewshot) == (((3, 5), (0, 0)), 0)
+    assert scan.store.path == "headscan.duckdb" and read(["study", "demo"]).store is None
     assert read(["place", "demo"]).machines.gpu_memory == 80 << 30
     assert read(["rank", "--limit", "0"]).limit == 0
 

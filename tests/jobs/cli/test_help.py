@@ -83,6 +83,9 @@ def test_options_stand_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (tmp_path / "marked.yaml").write_text(file.read_text("utf-8"), encoding=encoding)
         assert read("--config-file", str(tmp_path / "marked.yaml")) == read(*words, "--controls", "3")
     assert read("--config-file", str(file), "--shares", "0.1,0.2").shares == (0.1, 0.2)
+    (tmp_path / "devices.yaml").write_text("model: [demo]\ndevices: {ray_address: auto}\ntokens: {mode: chunk}\n")
+    scan = main.read_command(["scan", "--config-file", str(tmp_path / "devices.yaml")])
+    assert (scan.devices.ray_address, scan.step.tokens.mode) == ("auto", "chunk")
     for text, problem in (
         ("shar: 1", "unknown option 'shar'; did you mean share, shares?"),
         ("share: 2", "share: 2 (limit below 1). Lower it"),
