@@ -30,11 +30,11 @@ class ModelSpec:
             parse=check_folder,
         ),
     ]
-    dtype: Annotated[str, Option("dtype of the weights; auto keeps the saved one", choices=DTYPES)] = "auto"
+    dtype: Annotated[str, Option("dtype of the weights; auto keeps the saved one", names=DTYPES)] = "auto"
     revision: Annotated[str | None, Option("branch, tag or commit on the hub (default: main)")] = None
     trust_remote_code: Annotated[bool, Option("permission to run Python code from the model's files")] = False
     safetensors: Annotated[
-        bool, Option("permission to load pickled weights, which can run code", flag="--pickled-weights", negated=True)
+        bool, Option("permission to load pickled weights, which can run code", flag="--pickled-weights")
     ] = True
     unused_weights: Annotated[bool, Option("permission to leave out weights that config.json does not use")] = False
 

@@ -7,8 +7,8 @@
         def __post_init__(self) -> None:
             check_limits(self, CorpusError)
 
-Type and default follow from the field. `headscan.cli.option_parser` makes the parser. This module imports no
-library.
+Type and default follow from the field. `headscan.settings.option_values` makes settings of values, and
+`headscan.cli.option_parser` the parser. This module imports no library.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import reprlib
 import sys
 from abc import ABC
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from difflib import get_close_matches
 from functools import cache
 from math import isfinite
 from numbers import Integral, Real
 from os import PathLike
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from headscan.errors import HeadscanError, unknown_name
 
@@ -51,21 +52,21 @@ class Limits:
     below: float | None = None
     multiple: int | None = None
 
-    def problem(self, value: float) -> tuple[str, str] | None:
-        """Return the limit that a number breaks, and the verb that corrects it; None if it keeps all."""
+    def broken_by(self, value: float) -> str | None:
+        """Return the limit that a number breaks, with the verb that corrects it; None if it keeps all."""
+        multiple = "" if self.multiple is None else f"a multiple of {self.multiple}"
         if not isinstance(value, Integral) and not isfinite(value):
-            return "finite numbers", "Change"
+            return "(limit finite numbers). Change"
         if self.least is not None and value < self.least:
-            multiple = f", a multiple of {self.multiple}" if self.multiple else ""
-            return f"{_short(self.least)}{multiple}", "Raise"
+            return f"(limit {_short(self.least)}{', ' * bool(multiple)}{multiple}). Raise"
         if self.above is not None and value <= self.above:
-            return f"above {_short(self.above)}", "Raise"
+            return f"(limit above {_short(self.above)}). Raise"
         if self.most is not None and value > self.most:
-            return _short(self.most), "Lower"
+            return f"(limit {_short(self.most)}). Lower"
         if self.below is not None and value >= self.below:
-            return f"below {_short(self.below)}", "Lower"
+            return f"(limit below {_short(self.below)}). Lower"
         if self.multiple is not None and value % self.multiple:
-            return f"a multiple of {self.multiple}", "Change"
+            return f"(limit {multiple}). Change"
         return None
 
 
@@ -81,33 +82,28 @@ SEEDS = 2**32
 Seed = Annotated[int, Limits(least=0, below=SEEDS)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Needs:
-    """A condition under which an option has an effect: another option of the verb is given, or has some value.
-
-    For example, a corpus of replacements has ``Needs(key="heads.kind", values=("mean", "resample"))``: it has no effect
-    if heads are replaced by zero.
+class Field(NamedTuple):
+    """A field of a settings class.
 
     Attributes:
-        key: The other option: the names of the fields that lead to it, with dots, from the class that declares the
-            condition or from a class around it.
-        values: Values of the other option under which this one has an effect; empty: any value that is given.
-        named: Noun for ``values`` in the error; None lists them.
-        absent: This option has an effect only if the other one is not given.
-        unless: Another condition that is enough.
-        of: Fields of the group whose options need this; empty: all of them.
+        kind: Type of one value: int, float, bool, or str for all others; ``many`` are a tuple.
+        choices: Values of a `Literal`.
+        classes: Classes of a value, if the first is a dataclass or an abstract class.
+        default: MISSING if the field is required.
+        marks: Its other annotations, such as `Limits`, `Option` and `Group`.
     """
 
-    key: str
-    values: tuple[Any, ...] = ()
-    named: str | None = None
-    absent: bool = False
-    unless: Needs | None = None
-    of: tuple[str, ...] = ()
+    name: str
+    kind: type = str
+    many: bool = False
+    optional: bool = False
+    choices: tuple[str, ...] = ()
+    classes: tuple[Any, ...] = ()
+    default: Any = None
+    marks: tuple[Any, ...] = ()
 
 
-#: Condition of options of tasks and texts, which labelled examples replace.
-NO_DATA = Needs(key="data.path", absent=True)
+_NO_FIELD = Field("")
 
 
 @dataclass(frozen=True)
@@ -117,37 +113,59 @@ class Option(Limits):
     Attributes:
         help: Noun phrase with unit; the default is added unless the text names it.
         flag: Name of the option, or several with spaces between them; None makes it from the field's name. A name
-            without dashes is a positional argument.
-        metavar: Name of the value in help; None uses that of the option.
-        choices: Permitted values; None reads them from a `Literal`.
+            without dashes is a positional argument. A flag of its own sets False where the default is True.
+        metavar: Name of the value in help; None uses N for numbers, and the name of the option for others.
         parse: Reads a value from its word; None follows the field's type.
-        kind: Noun for one of ``names``.
-        names: Values of a text; errors propose the nearest.
+        names: Values of a text; None uses those of a `Literal`. Errors propose the nearest.
+        kind: Noun for one of ``names`` in errors; None uses the name of the option.
         sets: Words that stand for several values, or for none.
         spaces: Values may also be separated by spaces.
-        negated: The option sets False.
         repeated: Values are given one by one, as in ``--run A --run B``, and may contain commas.
         one_of: Name of a group of options that exclude each other.
         required: The option, or one of its group, is required on the command line.
-        only: Methods or formats of the verb that use the option; empty: all of them.
-        needs: Other options that decide whether this one has an effect; all must agree.
+        needs: Conditions under which the option has an effect, as the command line writes them: ``--tasks`` is given,
+            ``no --tasks`` is not, ``--method damage,random`` has one of these values. " or " joins alternatives, and
+            "; " conditions of which all must hold.
+        path, field, default, group: What `options_of` finds: names of the fields that lead to the option, its field,
+            its value if it is not given (MISSING if it is required), and the title of its group.
     """
 
     help: str
     flag: str | None = None
     metavar: str | None = None
-    choices: tuple[str, ...] | None = None
     parse: Callable[[str], Any] | None = None
-    kind: str = "name"
     names: Iterable[str] | None = None
+    kind: str | None = None
     sets: Mapping[str, tuple[Any, ...]] | None = None
     spaces: bool = False
-    negated: bool = False
     repeated: bool = False
     one_of: str | None = None
     required: bool = False
-    only: tuple[str, ...] = ()
-    needs: tuple[Needs, ...] = ()
+    needs: str = ""
+    path: tuple[str, ...] = ()
+    field: Field = _NO_FIELD
+    default: Any = None
+    group: str = ""
+
+    @property
+    def flags(self) -> list[str]:
+        """All names on the command line."""
+        return (self.flag or f"--{self.path[-1].replace('_', '-')}").split()
+
+    @property
+    def key(self) -> str:
+        """Names of the fields that lead to it, with dots."""
+        return ".".join(self.path)
+
+    @property
+    def is_required(self) -> bool:
+        """The command line needs it in any case."""
+        return self.default is MISSING or (self.required and self.one_of is None)
+
+    @property
+    def negated(self) -> bool:
+        """The option sets False."""
+        return self.default is True and self.flag is not None
 
 
 #: Attention that is named on the command line.
@@ -157,74 +175,43 @@ Site = Annotated[Literal["self", "encoder", "cross", "merged"], Option("attentio
 @dataclass(frozen=True)
 class Group:
     """A settings class inside another one, as a titled group of the help page; without a title, part of the group
-    around. Its options without an ``only`` of their own have that of the group, and all have its ``needs``.
+    around.
 
     Attributes:
+        needs: Conditions of its options, except for the fields that ``free`` names, with spaces between them.
         switch: Option of a group whose settings may be None: ``--no-NAME`` gives None.
     """
 
     title: str = ""
-    only: tuple[str, ...] = ()
-    needs: tuple[Needs, ...] = ()
+    needs: str = ""
+    free: str = ""
     switch: Option | None = None
 
 
-@dataclass(frozen=True)
-class FieldType:
-    """The type of a field: that of one value (int, float, str or bool), whether they form a tuple, whether None is
-    permitted, the values of a `Literal`, and the class of each value if that is a dataclass or an abstract class.
-    """
-
-    kind: Any
-    many: bool
-    optional: bool
-    choices: tuple[str, ...] | None
-    cls: type | None = None
-
-
-def field_hint(cls: type, name: str) -> Any:
-    """Return the annotation of a field; None if its type is imported for type checkers alone: then it is no option."""
-    home = next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", {}))
-    hint = vars(home)["__annotations__"][name]
-    try:
-        return eval(hint, vars(sys.modules[home.__module__])) if isinstance(hint, str) else hint
-    except NameError:
-        return None
-
-
-def without_none(hint: Any) -> tuple[Any, bool]:
-    """Return a type without ``| None``, and whether that was there; of several types, the first."""
-    if get_origin(hint) in (Union, UnionType):
-        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
-        return kinds[0], len(kinds) < len(get_args(hint))
-    return hint, False
-
-
-def field_type(hint: Any) -> FieldType:
-    kind, optional = without_none(hint)
-    many = get_origin(kind) is tuple
-    if many:
-        kind = get_args(kind)[0]
-    if get_origin(kind) is Literal:
-        return FieldType(str, many, optional, get_args(kind))
-    if len(get_args(hint)) > 1 + optional and get_origin(hint) in (Union, UnionType):
-        return FieldType(str, many, optional, None)  # one of several types
-    # `issubclass` also finds classes such as int that an abstract class registers.
-    cls = kind if isinstance(kind, type) and (is_dataclass(kind) or ABC in kind.__mro__) else None
-    return FieldType(kind if kind in (int, float, str, bool) else str, many, optional, None, cls)
-
-
 @cache
-def _checked(cls: Any) -> tuple[tuple[str, FieldType, Limits | None], ...]:
-    """Return name, type and limits of the fields that have limits, choices or a class, or hold a tuple or a bool."""
-    checked: list[tuple[str, FieldType, Limits | None]] = []
+def declared_fields(cls: Any) -> tuple[Field, ...]:
+    """Return the fields of a settings class. One whose type is imported for type checkers alone takes any value."""
+    found = []
     for each in fields(cls):
-        hint = field_hint(cls, each.name)
+        home = next(base for base in cls.__mro__ if each.name in vars(base).get("__annotations__", {}))
+        hint = vars(home)["__annotations__"][each.name]
+        try:
+            hint = eval(hint, vars(sys.modules[home.__module__])) if isinstance(hint, str) else hint
+        except NameError:
+            hint = None
         hint, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        kind, limits = field_type(hint), [mark for mark in marks if isinstance(mark, Limits)]
-        if limits or kind.choices is not None or kind.many or kind.cls is not None or kind.kind is bool:
-            checked += [(each.name, kind, limit) for limit in limits or (None,)]
-    return tuple(checked)
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        is_union = get_origin(hint) in (Union, UnionType)
+        kinds = [kind for kind in get_args(hint) if kind is not NoneType] if is_union else [hint]
+        many, optional = get_origin(kinds[0]) is tuple, is_union and NoneType in get_args(hint)
+        kind, choices, classes = get_args(kinds[0])[0] if many else kinds[0], (), ()
+        if get_origin(kind) is Literal:
+            choices = get_args(kind)
+        elif isinstance(kind, type) and (is_dataclass(kind) or ABC in kind.__mro__):  # `issubclass` also finds int
+            classes = (kind, *(get_origin(other) or other for other in kinds[1:]))
+        kind = kind if kind in (int, float, bool) and len(kinds) == 1 else str
+        found.append(Field(each.name, kind, many, optional, choices, classes, default, tuple(marks)))
+    return tuple(found)
 
 
 def check_limits(settings: Any, error: type[HeadscanError]) -> None:
@@ -237,48 +224,56 @@ def check_limits(settings: Any, error: type[HeadscanError]) -> None:
     is none of an option's names, raise UnknownNameError.
     """
     cls: Any = type(settings)
-    for name, kind, limits in _checked(cls):
-        given = getattr(settings, name)
-        if given is None and kind.optional:
+    for field in declared_fields(cls):
+        name, given = field.name, getattr(settings, field.name)
+        if given is None and field.optional:
             continue
-        if isinstance(given, str | PathLike) and not kind.many and kind.cls is not None and is_dataclass(kind.cls):
-            settings_class: Any = kind.cls
-            given = settings_class(given)
+        is_settings = len(field.classes) == 1 and is_dataclass(field.classes[0]) and not field.many
+        if is_settings and isinstance(given, str | PathLike):
+            given = field.classes[0](given)
             object.__setattr__(settings, name, given)
-        if kind.many and not isinstance(given, (tuple, list)):
+        if field.many and not isinstance(given, tuple | list):
             raise error(f"`{name}={given!r}` is no tuple. Change `{name}`")
         if isinstance(given, list):
             object.__setattr__(settings, name, tuple(given))
-        for value in given if kind.many else (given,):
-            if kind.cls is not None and not isinstance(value, kind.cls):
-                raise error(f"`{name}={reprlib.repr(value)}` is no {kind.cls.__name__}. Pass {_to_pass(kind.cls)}")
-            if problem := _problem(name, value, kind, limits, error):
-                raise problem
+        limits = [mark for mark in field.marks if isinstance(mark, Limits)]
+        for value in given if field.many else (given,):
+            if field.classes and not isinstance(value, field.classes):
+                # An abstract class stands for those that implement it.
+                made = [
+                    each for cls in field.classes for each in (cls.__subclasses__() if ABC in cls.__bases__ else [cls])
+                ]
+                passed = [f"{'an' if each.__name__[0] in 'AEIOU' else 'a'} {each.__name__}" for each in made]
+                kinds = " or ".join(cls.__name__ for cls in field.classes)
+                raise error(f"`{name}={reprlib.repr(value)}` is no {kinds}. Pass {' or '.join(passed)}")
+            for limit in limits or (None,):
+                if problem := value_problem(value, field, limit, error, name):
+                    raise problem
 
 
-def _to_pass(cls: type) -> str:
-    """Return a class with its article, or the classes that implement an abstract one."""
-    classes: list[type] = cls.__subclasses__() if ABC in cls.__bases__ else [cls]
-    names = [each.__name__ for each in classes]
-    return " or ".join(f"{'an' if name[0] in 'AEIOU' else 'a'} {name}" for name in names)
-
-
-def _problem(
-    name: str, value: Any, kind: FieldType, limits: Limits | None, error: type[HeadscanError]
+def value_problem(
+    value: Any, field: Field, limits: Limits | None, error: type[HeadscanError], name: str = ""
 ) -> HeadscanError | None:
-    option = limits if isinstance(limits, Option) else None
-    choices = (option and option.choices) or kind.choices
-    if limits is not None and kind.kind in (int, float):
-        numbers: Any
-        noun, numbers = ("a whole number", Integral) if kind.kind is int else ("a number", Real)
+    """Return the error of one value that does not fit; None if it does. The message repeats the field's ``name``, if it
+    is given.
+    """
+
+    def problem(shown: object, why: str) -> HeadscanError:
+        return error(f"`{name}={shown}` {why} `{name}`" if name else f"{shown} {why} it")
+
+    names = (isinstance(limits, Option) and limits.names) or field.choices
+    if limits is not None and field.kind in (int, float):
+        numbers: Any = Integral if field.kind is int else Real
         if isinstance(value, bool) or not isinstance(value, numbers):
-            return error(f"`{name}={value!r}` is not {noun}. Change `{name}`")
-        if broken := limits.problem(value):
-            return error(f"`{name}={_short(value)}` (limit {broken[0]}). {broken[1]} `{name}`")
-    elif kind.kind is bool and not isinstance(value, bool):
-        return error(f"`{name}={value!r}` is not True or False. Change `{name}`")
-    elif option is not None and option.names is not None and value not in option.names:
-        return unknown_name(option.kind, value, option.names)
-    elif choices is not None and value not in choices:
-        return error(f"`{name}={value!r}` is unknown. Choose {' or '.join(choices)}")
+            return problem(repr(value), f"is not a {'whole ' * (field.kind is int)}number. Change")
+        if broken := limits.broken_by(value):
+            return problem(_short(value), broken)
+    elif field.kind is bool and not isinstance(value, bool):
+        return problem(repr(value), "is not True or False. Change")
+    elif names and value not in names:
+        if isinstance(limits, Option) and limits.kind is not None:
+            return unknown_name(limits.kind, value, names)
+        near = get_close_matches(str(value), names, n=3)
+        choose = f"; did you mean {', '.join(near)}?" if near else f". Choose {' or '.join(names)}"
+        return error((f"`{name}={value!r}`" if name else repr(value)) + f" is unknown{choose}")
     return None

@@ -47,7 +47,7 @@ def test_help_imports_no_library() -> None:
         [sys.executable, "-m", "headscan.cli.main", "--help"], capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout
     assert "headscan demo" in shown
-    parse = "import sys; from headscan.cli.main import build_parser; build_parser()"
+    parse = "import sys; from headscan.cli.main import verb_list; verb_list()"
     assert (
         python(f"{parse}; print({{'torch', 'ray', 'duckdb', 'numpy', 'scipy', 'pydantic'}} & set(sys.modules))")
         == "set()\n"

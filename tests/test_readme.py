@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headscan.cli.main import VERBS, read_command, verb_class
-from headscan.cli.option_parser import UsageError, options_of, verb_parser
+from headscan.cli.option_parser import UsageError, VerbParser, options_of
 from headscan.cli.sql import Sql
 from headscan.store.views import ALL_RUNS, VIEWS
 from tests.sources import ROOT, modules
@@ -65,7 +65,9 @@ def test_every_file_that_is_named_exists() -> None:
 
 def test_the_verbs_without_json_are_named() -> None:
     [verbs] = re.findall(r"Every verb takes `--json`, except ([^.]*)\.", PAGES["howto/use_in_scripts.md"])
-    without = [verb for verb in VERBS if "--json" not in [each.flag for each in options_of(verb_class(verb))]]
+    without = [
+        verb for verb in VERBS if "--json" not in [each.flags[0] for each in options_of(verb_class(verb)).values()]
+    ]
     assert sorted(re.findall(r"`([a-z]+)`", verbs)) == sorted(without)
 
 
@@ -128,7 +130,7 @@ def test_commands_inside_sentences_name_verbs_and_options_that_exist(
         for verb, *words in inline_commands(text):
             shown = f"{name}: headscan {' '.join([verb, *words])}"
             assert verb in VERBS, shown
-            known = verb_parser(verb, verb_class(verb))._option_string_actions
+            known = VerbParser(verb_class(verb))._option_string_actions
             assert all(word in known for word in words if word.startswith("--")), shown
             if words and not words[0].startswith("--") and "..." not in words:
                 read_command([verb, *words])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from headscan.cli.option_parser import Parser, VerbParser
 from headscan.options import Option
 
 
@@ -25,6 +26,10 @@ class Completion:
     def run(self) -> None:
         import shtab
 
-        from headscan.cli.main import build_parser
+        from headscan.cli.main import VERBS, summary, verb_class
 
-        print(shtab.complete(build_parser(lists_verbs=True), self.shell))
+        parser = Parser(prog="headscan")
+        verbs = parser.add_subparsers(parser_class=VerbParser)
+        for verb in VERBS:
+            verbs.add_parser(verb, cls=verb_class(verb), help=summary(verb))
+        print(shtab.complete(parser, self.shell))

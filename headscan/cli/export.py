@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from headscan.cli.verb_base import StoreOptions, StoreVerb, quiet_libraries
 from headscan.export.formats import OF_STORE, ExportConfig, run_export
@@ -34,9 +34,7 @@ class Export(StoreVerb):
 
     settings: Annotated[ExportConfig, Group()]
     json: Json = False
-    store: Annotated[StoreOptions, Group(only=OF_STORE)]
-
-    by_method: ClassVar = ("settings.format", "")
+    store: Annotated[StoreOptions, Group(needs=f"format {','.join(OF_STORE)}")]
 
     def run(self) -> Result:
         config = self.settings

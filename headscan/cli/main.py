@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import sys
@@ -11,9 +10,9 @@ from contextlib import redirect_stdout
 from importlib import import_module, metadata
 from typing import Any
 
-from headscan.cli.option_parser import Parser, UsageError, add_options, read_settings, with_flags
+from headscan.cli.option_parser import Parser, UsageError, read_settings, with_flags
 from headscan.cli.verb_base import check_inputs, step_verb
-from headscan.errors import HeadscanError
+from headscan.errors import HeadscanError, unknown_name
 from headscan.text_tables import printable
 
 #: The verbs by group, in the order in which a user needs them: a step, or a file of this folder and its class.
@@ -51,33 +50,17 @@ def read_command(words: Sequence[str]) -> Any:
     return read_settings(words[0], cls, words[1:])
 
 
-def build_parser(*, lists_verbs: bool = False) -> argparse.ArgumentParser:
-    """Return the parser of all verbs, without importing torch. With ``lists_verbs`` argparse lists them, too."""
-    parser = Parser(
-        prog="headscan",
-        usage="headscan VERB [options]",
-        description="Measure, ablate and rank the attention heads of a language model.",
-        epilog=_verb_list(),
-    )
-    parser.add_argument("--version", action="store_true", help="print the version and exit")
-    parser.add_argument("--verbose", action="store_true", help="with --version: libraries and devices")
-    listed = "verb" if lists_verbs else argparse.SUPPRESS
-    verbs = parser.add_subparsers(dest="verb", prog="headscan", metavar="VERB", help=listed)
-    for verb in VERBS:
-        add_options(verbs.add_parser(verb, help=_summary(verb)), verb_class(verb))
-    return parser
-
-
-def _summary(verb: str) -> str:
+def summary(verb: str) -> str:
+    """Return the help line of a verb."""
     return (verb_class(verb).__doc__ or "").strip().splitlines()[0]
 
 
-def _verb_list() -> str:
-    """Return the verbs by group, each with its help line."""
+def verb_list() -> str:
+    """Return the verbs by group, each with its help line; their files are imported, but no torch."""
     lines = []
     for group, verbs in _GROUPS.items():
         lines.append(f"{group}:")
-        lines += [f"  {verb:<12}{_summary(verb)}" for verb in verbs]
+        lines += [f"  {verb:<12}{summary(verb)}" for verb in verbs]
     return "\n".join([*lines, "", "Begin with `headscan demo`. Each verb has its own help: `headscan scan --help`."])
 
 
@@ -114,7 +97,13 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 def _without_verb(words: Sequence[str]) -> int:
     """Answer a command line that does not begin with a verb: help, the version, or an error."""
-    parser = build_parser()
+    if words and not words[0].startswith("-"):
+        raise UsageError(str(unknown_name("verb", words[0], VERBS)))
+    parser = Parser(prog="headscan", usage="headscan VERB [options]", add_help=False)
+    parser.description = "Measure, ablate and rank the attention heads of a language model."
+    parser.add_argument("-h", "--help", action="store_true", help="this page")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.add_argument("--verbose", action="store_true", help="with --version: libraries and devices")
     options = parser.parse_args(words)
     if options.version:
         from headscan.runs.code_version import code_version
@@ -123,7 +112,10 @@ def _without_verb(words: Sequence[str]) -> int:
         if options.verbose:
             print("\n".join(_surroundings()))
         return 0
+    parser.epilog = verb_list()
     parser.print_help()
+    if options.help:
+        parser.exit()
     return 2
 
 

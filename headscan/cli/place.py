@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from headscan.cli.option_parser import UsageError, operations, with_flags
+from headscan.cli.option_parser import UsageError, with_flags
 from headscan.cli.verb_base import Devices, StoreOptions, quiet_libraries, say_run
 from headscan.cluster.devices import max_threads
 from headscan.cluster.placement_base import parse_bytes
 from headscan.model_spec import ModelSpec
-from headscan.options import Group, Needs, Option
+from headscan.options import Group, Option
 from headscan.steps.results import Json, Result
 
 if TYPE_CHECKING:
@@ -84,6 +85,15 @@ class ScanHours:
         ]
 
 
+def operations(text: str) -> float:
+    """Return operations per second, such as 400T or 4e14."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:[eE]\+?\d{1,2})?)([GTP]?)(?:FLOP/?[sS]|FLOPS)?", text.strip())
+    value = float(match[1]) * {"": 1, "G": 1e9, "T": 1e12, "P": 1e15}[match[2]] if match else 0.0
+    if not 1e6 <= value <= 1e21:
+        raise UsageError(f"{text!r} is no speed from 1e6 to 1e21 operations per second: write 400T or 4e14")
+    return value
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Hours:
     tokens: Annotated[int | None, Option("number of tokens of the corpus (default: no hours)", least=1)] = None
@@ -105,20 +115,16 @@ class _Hours:
             one_of="speed",
         ),
     ] = None
-    store: Annotated[StoreOptions, Group(needs=(Needs(key="measured"),))]
-
-
-#: Condition of options that describe an imagined machine.
-_IMAGINED = (Needs(key="nodes"),)
+    store: Annotated[StoreOptions, Group(needs="--measured")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Machines:
     nodes: Annotated[int | None, Option("number of imagined machines (default: the real ones)", least=1)] = None
-    gpus: Annotated[int, Option("number of GPUs per machine", least=0, needs=_IMAGINED)] = 0
-    gpu_memory: Annotated[int, Option("memory per GPU (default: 80GiB)", parse=parse_bytes, needs=_IMAGINED)] = 80 << 30
-    cpu_memory: Annotated[int, Option("RAM per machine (default: 1TiB)", parse=parse_bytes, needs=_IMAGINED)] = 1 << 40
-    cpus: Annotated[int, Option("number of CPU cores per machine", least=1, needs=_IMAGINED)] = 64
+    gpus: Annotated[int, Option("number of GPUs per machine", least=0, needs="--nodes")] = 0
+    gpu_memory: Annotated[int, Option("memory per GPU (default: 80GiB)", parse=parse_bytes, needs="--nodes")] = 80 << 30
+    cpu_memory: Annotated[int, Option("RAM per machine (default: 1TiB)", parse=parse_bytes, needs="--nodes")] = 1 << 40
+    cpus: Annotated[int, Option("number of CPU cores per machine", least=1, needs="--nodes")] = 64
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from headscan.cli.verb_base import StoreVerb, say_run
-from headscan.options import Needs, Option, Site
+from headscan.options import Option, Site
 from headscan.steps.results import Json, Result
 from headscan.text_tables import say
 
@@ -57,9 +57,7 @@ class Roles(StoreVerb):
         Option("name or id of a mask, or name of an arm with fixed heads or of a pruned model (default: none)"),
     ] = None
     site: Site = "self"
-    heads: Annotated[
-        bool, Option("one row per head and role, with its number", needs=(Needs(key="mask", absent=True),))
-    ] = False
+    heads: Annotated[bool, Option("one row per head and role, with its number", needs="no --mask")] = False
 
     def run(self) -> Result:
         from headscan.ranking.head_roles import read_roles

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from headscan.cli.option_parser import UsageError
 from headscan.cli.verb_base import StoreOptions, StoreVerb
 from headscan.errors import first_line
-from headscan.options import Needs, Option
+from headscan.options import Option
 from headscan.steps.results import Json, Result
 from headscan.text_tables import printable_lines
 
@@ -51,14 +51,7 @@ class Sql(StoreVerb):
             metavar="FOLDER",
         ),
     ] = None
-    rows: Annotated[
-        int,
-        Option(
-            "maximum number of rows of a table",
-            least=0,
-            needs=(Needs(key="format", values=("table",)), Needs(key="json", absent=True)),
-        ),
-    ] = 40
+    rows: Annotated[int, Option("maximum number of rows of a table", least=0, needs="--format table; no --json")] = 40
 
     def __post_init__(self) -> None:
         if not self.query.strip():

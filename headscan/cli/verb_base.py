@@ -45,10 +45,7 @@ class StoreOptions:
 
     path: Annotated[str, Option("DuckDB file", flag="--store")] = "headscan.duckdb"
     lock_timeout: Annotated[
-        float,
-        Option(
-            "wait for another process that holds the store, in seconds", metavar="SECONDS", least=0, most=LONGEST_WAIT
-        ),
+        float, Option("wait for another process that holds the store, in seconds", least=0, most=LONGEST_WAIT)
     ] = LOCK_TIMEOUT
 
     def open(self, *, writes: bool = False) -> Store:
@@ -152,18 +149,13 @@ class StepVerb:
 @cache
 def step_verb(step: type[Step[Any]]) -> type[StepVerb]:
     """Return the verb of a step."""
-    hints: list[tuple[str, Any]] = [
+    options: list[Any] = [
         ("step", Annotated[step, Group()]),
-        ("devices", Annotated[Devices, Group("devices", step.of_model)]),
+        ("devices", Annotated[Devices, Group("devices", needs=step.of_model)]),
     ]
-    with_defaults: list[tuple[str, Any, Any]] = []
     if "store" in step.stores:
-        hints.append(("store", Annotated[StoreOptions, Group()]))
+        options.append(("store", Annotated[StoreOptions, Group()]))
     if "resume_anyway" in step.stores:
-        with_defaults.append(("resume_anyway", Annotated[bool, replace(RESUME_ANYWAY, only=step.of_model)], False))
-    namespace: dict[str, Any] = {"__doc__": step.__doc__, "common": step.common, "__module__": __name__}
-    if step.of_model:
-        namespace["by_method"] = ("step.method", "--method ")
-    return make_dataclass(
-        step.__name__, [*hints, *with_defaults], bases=(StepVerb,), namespace=namespace, frozen=True, kw_only=True
-    )
+        options.append(("resume_anyway", Annotated[bool, replace(RESUME_ANYWAY, needs=step.of_model)], False))
+    namespace = {"__doc__": step.__doc__, "common": step.common, "__module__": __name__}
+    return make_dataclass(step.__name__, options, bases=(StepVerb,), namespace=namespace, frozen=True, kw_only=True)

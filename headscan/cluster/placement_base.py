@@ -140,7 +140,7 @@ class PlacementRequest:
         Option(
             "; ".join(f"{name}: {kind.summary}" for name, kind in PLACEMENTS.items())
             + " (default: the first of these that fits)",
-            choices=("auto", *PLACEMENTS),
+            names=("auto", *PLACEMENTS),
         ),
     ] = "auto"
     device: Annotated[str, DEVICE] = "auto"
@@ -566,20 +566,13 @@ class Timeouts:
 
     heartbeat: Annotated[
         float,
-        Option(
-            "heartbeat timeout of Ray workers, in seconds",
-            flag="--silence-limit",
-            metavar="SECONDS",
-            least=1,
-            most=LONGEST_WAIT,
-        ),
+        Option("heartbeat timeout of Ray workers, in seconds", flag="--silence-limit", least=1, most=LONGEST_WAIT),
     ] = 300.0
     start: Annotated[
         float,
         Option(
             "timeout for the first worker on a Ray cluster, in seconds",
             flag="--start-timeout",
-            metavar="SECONDS",
             least=1,
             most=LONGEST_WAIT,
         ),

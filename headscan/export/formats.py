@@ -237,6 +237,11 @@ def _using(option: str) -> tuple[str, ...]:
     return tuple(name for name, each in EXPORT_FORMATS.items() if option in each.options)
 
 
+def _only(formats: Iterable[str]) -> str:
+    """Return the condition of options that other formats do not use."""
+    return f"format {','.join(formats)}"
+
+
 @dataclass(frozen=True)
 class ExportConfig:
     """Settings of an export.
@@ -254,31 +259,31 @@ class ExportConfig:
         Option(
             "; ".join(f"{name}: {each.help}" for name, each in EXPORT_FORMATS.items()),
             flag="format",
-            choices=tuple(EXPORT_FORMATS),
+            names=tuple(EXPORT_FORMATS),
         ),
     ]
     out: Annotated[str | Path, Option("output file or folder, as the format states")]
-    model: Annotated[ModelSpec | None, Group("model", OF_MODEL)] = None
-    type: Annotated[GgufType, Option("type of the matrices in a GGUF file", only=_using("type"))] = "f16"
+    model: Annotated[ModelSpec | None, Group("model", needs=_only(OF_MODEL))] = None
+    type: Annotated[GgufType, Option("type of the matrices in a GGUF file", needs=_only(_using("type")))] = "f16"
     tokenizer: Annotated[
         str | Path | None,
         Option(
             "GGUF file whose tokenizer is copied (default: MODEL if it is such a file, `smollm2` for models from "
             "there, else the model's tokenizer.json)",
             metavar="FILE",
-            only=_using("tokenizer"),
+            needs=_only(_using("tokenizer")),
         ),
     ] = None
     architecture: Annotated[
         Architecture,
         Option(
             "architecture of layer-types: llama for vLLM, ministral for transformers, whose Llama has no windows",
-            only=_using("architecture"),
+            needs=_only(_using("architecture")),
         ),
     ] = "llama"
     plan: Annotated[
         str | Path | None,
-        Option(f"plan to export (default: {_PLAN}; of decilm none)", metavar="FILE", only=_using("plan")),
+        Option(f"plan to export (default: {_PLAN}; of decilm none)", metavar="FILE", needs=_only(_using("plan"))),
     ] = None
 
     def __post_init__(self) -> None:

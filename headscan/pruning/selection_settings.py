@@ -31,11 +31,7 @@ class SelectionConfig:
     next_share: Annotated[float, Limits(above=0, most=1)] = 0.1
     tries: Annotated[
         int,
-        Option(
-            "choices near the best one that are repaired and compared with it, for damage and layer-drop",
-            metavar="N",
-            least=0,
-        ),
+        Option("choices near the best one that are repaired and compared with it, for damage and layer-drop", least=0),
     ] = 0
     judged_tokens: Count = 8192
 

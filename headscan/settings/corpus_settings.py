@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from headscan.errors import HeadscanError, SequenceError
-from headscan.options import Needs, Option, check_limits
+from headscan.options import Option, check_limits
 
 if TYPE_CHECKING:
     from headscan.runs.model_identity import ModelIdentity
@@ -145,10 +145,7 @@ LabelledMetric = Literal["accuracy", "bleu", "loss"]
 #: Option of steps on labelled examples.
 Metric = Annotated[
     LabelledMetric | None,
-    Option(
-        "metric on --data (default: accuracy for classifiers, bleu for encoder-decoders)",
-        needs=(Needs(key="data.path"),),
-    ),
+    Option("metric on --data (default: accuracy for classifiers, bleu for encoder-decoders)", needs="--data"),
 ]
 
 
@@ -182,12 +179,10 @@ class ExamplesSpec:
         Option(
             "column of the text, or the two columns of a pair, of --data (default: by known names)",
             metavar="NAME[,NAME]",
-            needs=(Needs(key="path"),),
         ),
     ] = None
     label_column: Annotated[
-        str | None,
-        Option("column of the label of --data (default: by known names)", metavar="NAME", needs=(Needs(key="path"),)),
+        str | None, Option("column of the label of --data (default: by known names)", metavar="NAME")
     ] = None
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ from headscan.checkpoints.source_folder import check_folder
 from headscan.errors import HeadscanError, InterventionError, unknown_name
 from headscan.grid import check_pairs, parse_head
 from headscan.model_spec import ModelSpec
-from headscan.options import Count, Group, Limits, Needs, Option, Seed, check_limits
+from headscan.options import Count, Group, Limits, Option, Seed, check_limits
 from headscan.settings.corpus_settings import DEMO_CORPUS, LONGEST_TEXT, SHORTEST, BosPolicy, CorpusSpec, longest_text
 from headscan.store.verdict_limits import QUESTIONS_PER_TEXT
 
@@ -99,7 +99,6 @@ class RecallQuestions:
             f"number of recall questions per family and length, a multiple of 4 (default: {IN_ALL} per family over all "
             "lengths; more in a sweep if the model recalls little)",
             flag="--recall-questions",
-            metavar="N",
             least=QUESTIONS_PER_TEXT,
             multiple=QUESTIONS_PER_TEXT,
         ),
@@ -171,7 +170,7 @@ class TaskConfig:
         Option(
             "folder with your own lm-eval tasks, such as headscan-demo/task for `continuation`, the task of the demo; "
             "task files can run code, so name only folders that you trust (default: none)",
-            needs=(Needs(key="names"),),
+            needs="--tasks",
         ),
     ] = None
     num_fewshot: Annotated[
@@ -357,8 +356,6 @@ class ChosenArms:
             "comma",
             flag="--plan-mode",
             metavar="MODE",
-            kind="plan mode",
-            names=PLAN_MODES,
             spaces=True,
         ),
     ] = ("forward",)
@@ -377,7 +374,6 @@ class ChosenArms:
         Option(
             "number of random controls per mask (as many heads), per rule (heads drawn for each input) and per plan "
             "(as many bytes); at least 19 can show that a choice is better than chance",
-            metavar="N",
             least=0,
         ),
     ] = 0
@@ -501,9 +497,7 @@ class CriteriaComparison:
         tuple[float, ...],
         Option("comma-separated shares of heads to remove, of each site with --data", above=0, most=1),
     ] = (0.1, 0.2, 0.3, 0.4, 0.5)
-    controls: Annotated[
-        int, Option("number of random controls per share", flag="--controls --seeds", metavar="N", least=0)
-    ] = 3
+    controls: Annotated[int, Option("number of random controls per share", flag="--controls --seeds", least=0)] = 3
     iterative: Annotated[bool, Option("scores, importances and effects are measured again after each share")] = False
 
     def __post_init__(self) -> None:

@@ -94,7 +94,6 @@ class RecallPrompts:
             f"weight of recall prompts ({RECALL_NAMES}) in choice and repair, next to 1 for the texts; 0 or "
             "--no-recall: texts alone",
             flag="--recall-weight",
-            metavar="W",
             least=0,
             most=1e3,
         ),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from headscan.errors import InterventionError
-from headscan.options import NO_DATA, Group, Needs, Option
+from headscan.options import Group, Option
 from headscan.settings.corpus_settings import LONGEST_TEXT, SHORTEST, CorpusSpec, ExamplesSpec, Metric, longest_text
 from headscan.settings.evaluation_settings import TASK_TOKENS, RecallQuestions, ReplacementConfig, TaskConfig
 from headscan.steps.question_step import QuestionStep, demo_task
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from headscan.store.store import Store
     from headscan.verdicts.head_effects import HeadEffect
 
-_NO_TASKS = Needs(key="tasks.names", absent=True)
-#: With tasks, texts replace outputs; without, their loss is measured.
-_REPLACED = Needs(key="replacement.kind", values=("mean", "resample"), unless=_NO_TASKS)
 #: Heads shown at either end of the table.
 _SHOWN = 10
 
@@ -57,7 +54,7 @@ class Ablate(QuestionStep["AblateResult"]):
     common: ClassVar = "MODEL --corpus --tasks --data --each --all-but-one --replace --sequences --max-tokens --store"
     error: ClassVar = InterventionError
 
-    tasks: Annotated[TaskConfig, Group("tasks", needs=(NO_DATA,))] = field(default_factory=TaskConfig)
+    tasks: Annotated[TaskConfig, Group("tasks", needs="no --data")] = field(default_factory=TaskConfig)
     recall: RecallQuestions | None = None
     each: Annotated[bool, Option("effect of each single head (default without --all-but-one)")] = False
     all_but_one: Annotated[
@@ -67,19 +64,22 @@ class Ablate(QuestionStep["AblateResult"]):
             "judged on the other"
         ),
     ] = False
-    replacement: Annotated[ReplacementConfig, Group("texts", needs=(NO_DATA,))] = field(
+    replacement: Annotated[ReplacementConfig, Group("texts", needs="no --data")] = field(
         default_factory=ReplacementConfig
     )
-    corpus: Annotated[CorpusSpec | None, Group("texts", needs=(NO_DATA, _REPLACED))] = None
-    sequences: Annotated[int, Option("number of texts whose loss is measured", least=1, needs=(NO_DATA, _NO_TASKS))] = (
-        128
+    #: With tasks, texts replace outputs; without, their loss is measured.
+    corpus: Annotated[CorpusSpec | None, Group("texts", needs="no --data; --replace mean,resample or no --tasks")] = (
+        None
     )
+    sequences: Annotated[
+        int, Option("number of texts whose loss is measured", least=1, needs="no --data; no --tasks")
+    ] = 128
     max_tokens: Annotated[
         int | None,
         Option(
             f"longest of these texts in tokens (default: the model's context, at most {LONGEST_TEXT})",
             least=SHORTEST,
-            needs=(_NO_TASKS,),
+            needs="no --tasks",
         ),
     ] = None
     data: Annotated[ExamplesSpec | None, Group("labelled examples")] = None

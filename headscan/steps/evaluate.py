@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from headscan.errors import InterventionError
-from headscan.options import Group, Needs, Option
+from headscan.options import Group, Option
 from headscan.settings.corpus_settings import CorpusSpec
 from headscan.settings.evaluation_settings import LOSS_LIMITS, ChosenArms, HarnessError, LossTexts
 from headscan.steps.question_step import QuestionStep
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
     from headscan.runs.run_context import Run
     from headscan.store.store import Store
     from headscan.verdicts.judge import Verdict
-
-#: Condition of options of texts whose outputs replace those of ablated heads.
-_REPLACED = Needs(key="arms.replacement.kind", values=("mean", "resample"))
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class Evaluate(QuestionStep["Verdict"]):
     demo_questions: ClassVar = (400, 200)
 
     arms: Annotated[ChosenArms | Sequence[Any], Group("arms")] = field(default_factory=ChosenArms)
-    corpus: Annotated[CorpusSpec | None, Group("texts", needs=(_REPLACED,))] = None
+    corpus: Annotated[CorpusSpec | None, Group("texts", needs="--replace mean,resample")] = None
     held_out: Annotated[LossTexts | None, Group("held-out text")] = None
     max_loss: Annotated[
         float,
@@ -59,14 +55,12 @@ class Evaluate(QuestionStep["Verdict"]):
             "largest increase of that loss of a safe arm, in nats per token",
             above=LOSS_LIMITS.above,
             most=LOSS_LIMITS.most,
-            needs=(Needs(key="held_out.corpus"),),
+            needs="--held-out",
         ),
     ] = MAX_LOSS
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.arms, ChosenArms | Sequence):
-            raise InterventionError(f"`arms={self.arms!r}` is neither ChosenArms nor a list of arms. Pass one of them")
         if isinstance(self.arms, ChosenArms):
             replacement = self.arms.replacement.with_corpus(self.corpus, self.model)
             object.__setattr__(self, "arms", replace(self.arms, replacement=replacement))

@@ -73,8 +73,7 @@ class Generate(Step["GenerationComparison"]):
     )
     max_new_tokens: Annotated[int, Option("most tokens to generate", least=1)] = 64
     prefill_chunk: Annotated[
-        int | None,
-        Option("prompt tokens read at a time, which bounds the peak memory (default: all)", metavar="TOKENS", least=1),
+        int | None, Option("prompt tokens read at a time, which bounds the peak memory (default: all)", least=1)
     ] = None
     rounds: Annotated[int, Option("times that each text is generated", least=1)] = 1
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from headscan.catalog import RECALL_NAMES
-from headscan.options import NO_DATA, Group, Option
+from headscan.options import Group, Option
 from headscan.settings.corpus_settings import CorpusSpec, ExamplesSpec, TokenConfig
 from headscan.steps.corpus_step import CorpusRunError, CorpusStep
 
@@ -39,20 +39,19 @@ class Importance(CorpusStep):
         "MODEL --corpus --data --store --max-tokens --limit-sequences --reduction --dtype --device --ray-address"
     )
 
-    corpus: Annotated[CorpusSpec | None, Group("corpus", needs=(NO_DATA,))] = None
-    tokens: Annotated[
-        TokenConfig, Group("sequences", needs=(replace(NO_DATA, of=("mode", "bos", "min_tokens", "limit_sequences")),))
-    ] = field(default_factory=TokenConfig)
+    corpus: Annotated[CorpusSpec | None, Group("corpus", needs="no --data")] = None
+    tokens: Annotated[TokenConfig, Group("sequences", needs="no --data", free="max_tokens")] = field(
+        default_factory=TokenConfig
+    )
     data: Annotated[ExamplesSpec | None, Group("labelled examples")] = None
     reduction: Annotated[LossReduction, Option("loss of a sequence: mean or sum of the losses of its tokens")] = "mean"
     recall_prompts: Annotated[
         int,
         Option(
             f"number of prompts of each recall task ({RECALL_NAMES}), a multiple of 4, which importance_recall needs",
-            metavar="N",
             least=0,
             multiple=4,
-            needs=(NO_DATA,),
+            needs="no --data",
         ),
     ] = 0
 

@@ -30,8 +30,8 @@ Method = Literal["measured", "distant_mass", "retrieval_score", "imported", "ran
 _WINDOW_SHARE = 0.5
 #: Longest prompts of a damage measurement by default, in tokens.
 _PLAN_TOKENS = 1024
-_OF_STORE = ("distant_mass", "retrieval_score", "imported", "random")
-_MEASURED = ("measured",)
+_OF_STORE = "--method distant_mass,retrieval_score,imported,random"
+_MEASURED = "--method measured"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Plan(Step["HeadPlan"]):
         Option(
             "first characters of the id of a scan, or of a probe for retrieval_score (default: the newest one)",
             flag="--run",
-            only=_OF_STORE,
+            needs=_OF_STORE,
         ),
     ] = None
     method: Annotated[Method, Option("method that orders the KV heads")] = "distant_mass"
@@ -107,14 +107,13 @@ class Plan(Step["HeadPlan"]):
         Option(
             "largest loss increase of method measured on the prompts that rank the heads, in nats per token, for text "
             "and for each recall task",
-            metavar="NATS",
             above=0,
             most=1e3,
             one_of="budget",
-            only=_MEASURED,
+            needs=_MEASURED,
         ),
     ] = None
-    at: Annotated[int | None, Option("sequence length of --kv-bytes, in tokens", metavar="TOKENS", least=1)] = None
+    at: Annotated[int | None, Option("sequence length of --kv-bytes, in tokens", least=1)] = None
     sink: Annotated[
         int | None,
         Option(f"number of first tokens that a window head keeps (default: {DEFAULT_SINK}, or the pattern's)", least=0),
@@ -132,7 +131,6 @@ class Plan(Step["HeadPlan"]):
         Option(
             "tokens of a block of the serving engine's KV cache; windows are kept in whole blocks (default: single "
             "tokens)",
-            metavar="TOKENS",
             least=1,
         ),
     ] = None
@@ -141,7 +139,6 @@ class Plan(Step["HeadPlan"]):
         Option(
             "tokens that see the window of the first of them, a multiple of the block (default: each token sees its "
             "own window)",
-            metavar="TOKENS",
             least=1,
         ),
     ] = None
@@ -153,7 +150,7 @@ class Plan(Step["HeadPlan"]):
         bool | None,
         Option(
             "low numbers of the pattern keep the full cache (default: checked against its stated sparsity)",
-            only=("imported",),
+            needs="--method imported",
         ),
     ] = None
     seed: Annotated[
@@ -162,7 +159,7 @@ class Plan(Step["HeadPlan"]):
             "seed of method random, and of the recall prompts of method measured",
             least=0,
             below=SEEDS,
-            only=("measured", "random"),
+            needs="--method measured,random",
         ),
     ] = 0
     corpus: Annotated[CorpusSpec | None, Group("method measured", _MEASURED)] = None
@@ -171,27 +168,26 @@ class Plan(Step["HeadPlan"]):
         Option(
             f"length of texts and recall prompts in tokens (default: the model's context, at most {_PLAN_TOKENS})",
             least=1,
-            only=_MEASURED,
+            needs=_MEASURED,
         ),
     ] = None
     sequences: Annotated[
-        int, Option("number of texts; one half is held out to measure the plan", least=2, only=_MEASURED)
+        int, Option("number of texts; one half is held out to measure the plan", least=2, needs=_MEASURED)
     ] = 16
     recall_prompts: Annotated[
         int,
         Option(
             f"number of prompts of each recall task ({RECALL_NAMES}), a multiple of 8; 0 measures text only",
-            metavar="N",
             least=0,
             multiple=8,
-            only=_MEASURED,
+            needs=_MEASURED,
         ),
     ] = 8
     gates: Annotated[tuple[float, ...], Limits(least=0, most=1)] = (0.5,)
     confirm: Annotated[
         bool,
         Option(
-            "choose the KV heads or layers near the budget's edge by their loss with real window masks", only=_MEASURED
+            "choose the KV heads or layers near the budget's edge by their loss with real window masks", needs=_MEASURED
         ),
     ] = True
     out: Annotated[str | Path | None, Option("output file")] = "head_plan.json"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.catalog import BEHAVIOURS
 from headscan.errors import HeadscanError
 from headscan.measure.probe_settings import BehaviourProbe
-from headscan.options import Group, Needs, Option
+from headscan.options import Group, Option
 from headscan.settings.corpus_settings import CorpusSpec
 from headscan.steps.results import Result
 from headscan.steps.step import Step
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headscan.store.store import Store
 
 #: Condition of options of the behaviour that is measured on texts; without --behaviours, it is, too.
-_RETRIEVED = Needs(key="behaviours", values=("retrieval_score",), unless=Needs(key="behaviours", absent=True))
+_RETRIEVED = "--behaviours retrieval_score or no --behaviours"
 #: Heads shown for each behaviour.
 _SHOWN = 5
 
@@ -54,12 +54,12 @@ class Probe(Step["ProbeResult"]):
             f"comma-separated behaviours: {', '.join(BEHAVIOURS)} (default: all)", kind="behaviour", names=BEHAVIOURS
         ),
     ] = ()
-    corpus: Annotated[CorpusSpec, Group("retrieval_score", needs=(_RETRIEVED,))] = field(
+    corpus: Annotated[CorpusSpec, Group("retrieval_score", needs=_RETRIEVED)] = field(
         default_factory=lambda: CorpusSpec("python-stdlib")
     )
-    probe: Annotated[
-        BehaviourProbe, Group("retrieval_score", needs=(replace(_RETRIEVED, of=("lengths", "depths")),))
-    ] = field(default_factory=BehaviourProbe)
+    probe: Annotated[BehaviourProbe, Group("retrieval_score", needs=_RETRIEVED, free="seed tokens")] = field(
+        default_factory=BehaviourProbe
+    )
 
     def longest(self, identity: ModelIdentity) -> int:
         return max(self.probe.lengths_within(identity.max_tokens))

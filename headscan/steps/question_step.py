@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 #: Recall questions on the command line.
-RECALL_GROUP = Group(
-    "tasks", switch=Option(f"also ask recall questions: {RECALL_NAMES} (default: yes)", flag="--recall")
-)
+RECALL_GROUP = Group("tasks", switch=Option(f"also ask recall questions: {RECALL_NAMES} (default: yes)"))
 #: Length of the demo's recall questions.
 _DEMO_RECALL = 256
 

@@ -39,7 +39,7 @@ class Step(ABC, Generic[R]):
         needs_tokenizer: The step refuses a model without a tokenizer before it begins.
         keeps_rows: The step needs a store.
         stores: Options of the store that the command line has.
-        of_model: Methods of the step that load a model; empty: all.
+        of_model: Condition under which the step loads a model.
         error: Class of errors of settings that are out of range.
         evaluates: The step asks questions, which needs memory for logits and a KV cache.
     """
@@ -52,7 +52,7 @@ class Step(ABC, Generic[R]):
     evaluates: ClassVar = False
     keeps_rows: ClassVar = True
     stores: ClassVar[tuple[str, ...]] = ("store", "resume_anyway")
-    of_model: ClassVar[tuple[str, ...]] = ()
+    of_model: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         check_limits(self, self.error)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.catalog import RANKED_CRITERIA, SCORES
 from headscan.errors import InterventionError
-from headscan.options import Group, Needs, Option
+from headscan.options import Group, Option
 from headscan.settings.corpus_settings import CorpusSpec
 from headscan.settings.evaluation_settings import SCORE_SETS, MaskOrderOption, ReplacementConfig
 from headscan.steps.question_step import QuestionStep
@@ -30,7 +30,6 @@ Confirm = Annotated[
 ]
 #: The paper's shares of heads.
 SWEPT_SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
-_REPLACED = Needs(key="replacement.kind", values=("mean", "resample"))
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class Sweep(QuestionStep["SweepResult"]):
     ] = 3
     confirm: Confirm = True
     replacement: Annotated[ReplacementConfig, Group("texts")] = field(default_factory=ReplacementConfig)
-    corpus: Annotated[CorpusSpec | None, Group("texts", needs=(_REPLACED,))] = None
+    corpus: Annotated[CorpusSpec | None, Group("texts", needs="--replace mean,resample")] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,7 +12,7 @@ from headscan.errors import HeadscanError
 from headscan.options import Group, Option, check_limits
 from headscan.settings.corpus_settings import DEMO_CORPUS, SHORTEST, CorpusSpec
 from headscan.settings.evaluation_settings import RECALL_PROMPTS, TASK_TOKENS, MaxLoss, TaskConfig
-from headscan.settings.settings_file import build_settings, settings_file
+from headscan.settings.option_values import file_values, make_settings
 from headscan.steps.results import Result
 from headscan.steps.step import Step
 from headscan.store.verdict_limits import MAX_LOSS, MIN_TEXTS_IN_LIMIT
@@ -88,8 +88,7 @@ class Study(Step["StudyAnswer"]):
     tasks: Annotated[TaskConfig, Group("tasks")] = field(default_factory=TaskConfig)
     hours: Annotated[float, Option("time limit, in hours", above=0, most=1e6)] = 2.0
     max_tokens: Annotated[
-        int | None,
-        Option(f"longest text, in tokens (default: at most {LONGEST_STUDY_TEXT})", metavar="TOKENS", least=SHORTEST),
+        int | None, Option(f"longest text, in tokens (default: at most {LONGEST_STUDY_TEXT})", least=SHORTEST)
     ] = None
     criteria: Annotated[
         tuple[str, ...],
@@ -227,8 +226,7 @@ class Study(Step["StudyAnswer"]):
 
 def read_study(path: str | Path) -> Study:
     """Read settings from a YAML or JSON file."""
-    study: Study = build_settings(Study, settings_file(path, StudyError), StudyError)
-    return study
+    return make_settings(Study, file_values(Study, path))
 
 
 def write_study(path: Path, config: Study) -> None:

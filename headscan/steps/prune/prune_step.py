@@ -11,7 +11,7 @@ from headscan.catalog import CRITERIA, LAYER_DROP, RANDOM, RANKED_CRITERIA, SET_
 from headscan.cluster.placement_base import parse_bytes
 from headscan.errors import PruningError, unknown_name
 from headscan.grid import Unit, check_pairs, parse_head
-from headscan.options import Count, Group, Needs, Option, check_limits
+from headscan.options import Count, Group, Option, check_limits
 from headscan.pruning.selection_settings import SelectionConfig
 from headscan.settings.evaluation_settings import LOSS_LIMITS, TASK_TOKENS, RecallQuestions, TaskConfig
 from headscan.settings.saving_settings import PRUNE_METHODS, REPAIRS, KvCounts, PruneTexts, RecallPrompts
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from headscan.store.store import Store
 
 #: Heads that are named leave nothing to choose.
-_CHOSEN = tuple(Needs(key=name, absent=True) for name in ("heads", "mask", "import_heads"))
-_JUDGED = Needs(key="skip_verdict", absent=True)
+_CHOSEN = "no --heads; no --mask; no --import-heads"
+_JUDGED = "no --skip-verdict"
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,11 @@ class RepairChoice:
             "projections that are solved again: o output, v value, down the second of the MLP; mean adds the mean "
             "outputs of removed heads instead",
             flag="--repair",
-            choices=tuple(REPAIRS),
+            names=tuple(REPAIRS),
         ),
     ] = "o+down"
     distill_steps: Annotated[
-        int,
-        Option(
-            "steps of distillation of the repaired projections after the repair",
-            flag="--distill",
-            metavar="STEPS",
-            least=0,
-        ),
+        int, Option("steps of distillation of the repaired projections after the repair", flag="--distill", least=0)
     ] = 0
 
     def __post_init__(self) -> None:
@@ -184,18 +178,17 @@ class Prune(QuestionStep["PruneResult"]):
     demo_questions: ClassVar = (80, 40)
     error: ClassVar = PruningError
 
-    tasks: Annotated[TaskConfig, Group("tasks", needs=(_JUDGED,))] = field(default_factory=TaskConfig)
-    recall: Annotated[
-        RecallQuestions | None, replace(RECALL_GROUP, needs=(replace(_JUDGED, of=("lengths", "questions")),))
-    ] = field(default_factory=RecallQuestions)
+    tasks: Annotated[TaskConfig, Group("tasks", needs=_JUDGED)] = field(default_factory=TaskConfig)
+    recall: Annotated[RecallQuestions | None, replace(RECALL_GROUP, needs=_JUDGED, free="recall")] = field(
+        default_factory=RecallQuestions
+    )
     max_loss: Annotated[
         float,
         Option(
             "largest increase of the loss of held-out text of a safe model, in nats per token",
-            metavar="NATS",
             above=LOSS_LIMITS.above,
             most=LOSS_LIMITS.most,
-            needs=(_JUDGED,),
+            needs=_JUDGED,
         ),
     ] = MAX_LOSS
     out: Annotated[
@@ -228,7 +221,6 @@ class Prune(QuestionStep["PruneResult"]):
         float | None,
         Option(
             "largest divergence of the predictions from the original's on the calibration texts, in nats per token",
-            metavar="NATS",
             above=0,
             most=1e3,
             one_of="size",
@@ -245,7 +237,7 @@ class Prune(QuestionStep["PruneResult"]):
         str | None, Option("JSON list of [layer, head] whose heads are removed", metavar="FILE", one_of="size")
     ] = None
     masks: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict, hash=False)
-    at: Annotated[int | None, Option("sequence length of --kv-bytes, in tokens", metavar="TOKENS", least=1)] = None
+    at: Annotated[int | None, Option("sequence length of --kv-bytes, in tokens", least=1)] = None
     methods: Annotated[
         tuple[str, ...],
         Option(
@@ -263,7 +255,7 @@ class Prune(QuestionStep["PruneResult"]):
         Option(
             "first characters of the id of that run (default: the newest of this model)",
             flag="--run",
-            needs=(*_CHOSEN, Needs(key="methods", values=RANKED_CRITERIA, named="a score")),
+            needs=f"{_CHOSEN}; --method {','.join(RANKED_CRITERIA)}",
         ),
     ] = None
     unit: Annotated[
@@ -282,20 +274,19 @@ class Prune(QuestionStep["PruneResult"]):
             needs=_CHOSEN,
         ),
     ] = "any"
-    selection: Annotated[SelectionConfig, Group(needs=(Needs(key="methods", values=("damage", "layer-drop")),))] = (
-        field(default_factory=SelectionConfig)
+    selection: Annotated[SelectionConfig, Group(needs="--method damage,layer-drop")] = field(
+        default_factory=SelectionConfig
     )
     repair: Annotated[RepairChoice, Group()] = field(default_factory=RepairChoice)
-    recall_prompts: Annotated[RecallPrompts, Group(needs=(Needs(key="recall"),))] = field(default_factory=RecallPrompts)
+    recall_prompts: Annotated[RecallPrompts, Group(needs="--recall")] = field(default_factory=RecallPrompts)
     texts: Annotated[PruneTexts, Group("calibration")] = field(default_factory=PruneTexts)
     controls: Annotated[
         int,
         Option(
             "number of models with as many random heads removed and the same repair; unless 0, whole attention layers "
             "are dropped for comparison, too",
-            metavar="N",
             least=0,
-            needs=(_JUDGED,),
+            needs=_JUDGED,
         ),
     ] = 1
     skip_verdict: Annotated[bool, Option("no evaluation, no controls: choose, repair and save only")] = False

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from headscan.errors import InterventionError, unknown_name
-from headscan.options import NO_DATA, Group, Needs, Option
+from headscan.options import Group, Option
 from headscan.settings.corpus_settings import ExamplesSpec, Metric, longest_text
 from headscan.settings.evaluation_settings import (
     DEFAULT_CRITERIA,
@@ -61,15 +61,15 @@ class Referee(QuestionStep[Any]):
     demo_questions: ClassVar = (30, 20)
     error: ClassVar = InterventionError
 
-    tasks: Annotated[TaskConfig, Group("tasks", needs=(NO_DATA,))] = field(default_factory=TaskConfig)
-    recall: Annotated[RecallQuestions | None, replace(RECALL_GROUP, needs=(NO_DATA,))] = field(
+    tasks: Annotated[TaskConfig, Group("tasks", needs="no --data")] = field(default_factory=TaskConfig)
+    recall: Annotated[RecallQuestions | None, replace(RECALL_GROUP, needs="no --data")] = field(
         default_factory=RecallQuestions
     )
-    texts: Annotated[PruneTexts, Group("calibration", needs=(replace(NO_DATA, of=("corpus", "sequences")),))] = field(
+    texts: Annotated[PruneTexts, Group("calibration", needs="no --data", free="max_tokens")] = field(
         default_factory=PruneTexts
     )
     compared: Annotated[CriteriaComparison, Group("criteria")] = field(default_factory=CriteriaComparison)
-    repair: Annotated[RepairChoice, Group("criteria", needs=(NO_DATA,))] = field(
+    repair: Annotated[RepairChoice, Group("criteria", needs="no --data")] = field(
         default_factory=lambda: RepairChoice("none")
     )
     data: Annotated[ExamplesSpec | None, Group("labelled examples")] = None
@@ -80,7 +80,7 @@ class Referee(QuestionStep[Any]):
             "labelled examples that order the heads (default: one half of --data, judged on the other)",
             metavar="FILE",
             parse=ExamplesSpec,
-            needs=(Needs(key="data.path"),),
+            needs="--data",
         ),
     ] = None
 

@@ -105,7 +105,7 @@ def test_verbs_that_print_tables_have_json() -> None:
     for verb in main_module.VERBS:
         kind = main_module.verb_class(verb)
         prints = "Result" in inspect.signature(kind.run).return_annotation
-        assert prints == ("--json" in [each.flag for each in options_of(kind)]), verb
+        assert prints == ("--json" in [each.flags[0] for each in options_of(kind).values()]), verb
 
 
 def test_json_alone_is_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,8 @@ import pytest
 
 from headscan.catalog import SCORES
 from headscan.cli import main
-from headscan.cli.option_parser import BoundOption, UsageError, needed_option, options_of
+from headscan.options import Option
+from headscan.settings.option_values import UsageError, options_of
 from tests.jobs.conftest import make_tokenizer
 from tests.small_models import make_model
 
@@ -54,9 +55,9 @@ def first_example(verb: str) -> list[str]:
     return list(takewhile(lambda word: word != ">", shlex.split(line)))
 
 
-def options() -> Iterator[tuple[str, BoundOption]]:
+def options() -> Iterator[tuple[str, Option]]:
     for verb in main.VERBS:
-        for option in options_of(main.verb_class(verb)):
+        for option in options_of(main.verb_class(verb)).values():
             yield verb, option
 
 
@@ -64,18 +65,19 @@ def typed_options() -> Iterator[Any]:
     """Yield verbs with each option that has a type; an option that another verb has, too, is slow there."""
     seen: set[str] = set()
     for verb, option in options():
-        narrows = option.option.parse or option.option.names or option.kind in (int, float) or option.many
-        if option.flag.startswith("--") and narrows and not option.option.repeated:
-            marks = [pytest.mark.slow] if option.flag in seen else []
-            seen.add(option.flag)
-            yield pytest.param(verb, option.flag, marks=marks, id=f"{verb}{option.flag}")
+        flag = option.flags[0]
+        narrows = option.parse or option.names or option.field.kind in (int, float) or option.field.many
+        if flag.startswith("--") and narrows and not option.repeated:
+            marks = [pytest.mark.slow] if flag in seen else []
+            seen.add(flag)
+            yield pytest.param(verb, flag, marks=marks, id=f"{verb}{flag}")
 
 
 def test_no_option_takes_numbers_without_a_range() -> None:
     for verb, each in options():
-        if each.kind in (int, float):
-            low = each.option.least if each.option.above is None else each.option.above
-            assert low is not None or each.option.parse, f"{verb} {each.flag}"
+        if each.field.kind in (int, float):
+            low = each.least if each.above is None else each.above
+            assert low is not None or each.parse, f"{verb} {each.flags[0]}"
 
 
 @pytest.mark.parametrize("verb", main.VERBS)
@@ -115,7 +117,10 @@ def test_values_that_no_option_takes(
         (["scan", "demo", "--corpus", "x", "--silence-limit", "0"], "--silence-limit: 0 (limit 1)"),
         (["scan", "demo", "--corpus", "x", "--silence-limit", "nan"], "--silence-limit: nan (limit finite numbers)"),
         (["scan", "demo", "--corpus", "x", "--shard-size", "1" * 30], "(limit 2147483647). Lower it"),
-        (["scan", "demo", "--corpus", "x", "--dtype", "float8"], "invalid choice: 'float8'"),
+        (
+            ["scan", "demo", "--corpus", "x", "--dtype", "float8"],
+            "--dtype: 'float8' is unknown; did you mean float64, float32, float16?",
+        ),
         (["scan", "demo", "--corpus", "x", "--device", "cuda:x"], "choose auto, cpu, cuda or cuda:N"),
         (["scan", "demo", "--corpus", "x", "--memory", "2"], "'2' has no unit: write 2GiB"),
         (["scan", "demo", "--corpus", "x", "--statistics", "entropie"], "did you mean entropy"),
@@ -126,7 +131,7 @@ def test_values_that_no_option_takes(
         (["evaluate", "demo", "--tasks", "mmlu", "--share", "0"], "--share: 0 (limit above 0). Raise it"),
         (["evaluate", "demo", "--tasks", "mmlu", "--heads", "3.5"], "write LAYER:HEAD, for example 3:5"),
         (["evaluate", "demo", "--tasks", "mmlu", "--heads", "3:5", "-1:0"], "-1:0"),
-        (["evaluate", "demo", "--tasks", " , "], "names nothing: give at least one name"),
+        (["evaluate", "demo", "--tasks", " , "], "has an empty member: give at least one value"),
         (["evaluate", "demo", "--tasks", "mmlu", "--recall-lengths", "512,0"], "0 (limit 1). Raise it"),
         (["sweep", "demo", "--tasks", "mmlu", "--quantiles", "0.1,1"], "1 (limit below 1)"),
         (["sweep", "demo", "--tasks", "mmlu", "--scores", "all,entropy"], "unknown score 'all'"),
@@ -136,10 +141,16 @@ def test_values_that_no_option_takes(
         (["demo", "--questions", "0"], "--questions: 0 (limit 1)"),
         (["report", "--scores", "nonsense"], "unknown score 'nonsense'"),
         (["models", "demo", "--device", "gpu"], "unknown device 'gpu'"),
-        (["export", "csv", "--out", "x"], "invalid choice: 'csv'"),
+        (["export", "csv", "--out", "x"], "format: 'csv' is unknown. Choose gguf or "),
         (["status", "--store"], "expected one argument"),
-        (["status", "--stor", "s.duckdb"], "unrecognized arguments: --stor"),
-        (["evalute"], "invalid choice: 'evalute'"),
+        (["status", "--stor", "s.duckdb"], "unrecognized arguments: --stor s.duckdb; did you mean --store?"),
+        (["scan", "demo", "--config", "x"], "--config is now --config-file for a file of options, and --corpus-config"),
+        (["prune", "demo", "--out", "x"], "one of the arguments --share --shares --kv-bytes --max-divergence"),
+        (
+            ["prune", "demo", "--out", "x", "--share", "1e-9", "--mask", "m"],
+            "--mask: not allowed with argument --share",
+        ),
+        (["evalute"], "unknown verb 'evalute'; did you mean evaluate"),
     ],
 )
 def test_bad_values_are_refused_before_a_verb_runs(
@@ -150,7 +161,8 @@ def test_bad_values_are_refused_before_a_verb_runs(
 
 #: Commands of which at least one refuses, and at least one takes, each option that has an effect only with some others.
 STATES = {
-    "study": ["demo", "demo --tasks mmlu"],
+    "study": ["demo", "demo --corpus c", "demo --tasks mmlu"],
+    "models": ["", "m"],
     "place": ["demo", "demo --nodes 2", "demo --tokens 9 --measured 1a"],
     "scan": ["demo", "demo --corpus c"],
     "gates": ["demo", "demo --corpus c"],
@@ -230,30 +242,30 @@ VALUES = {
 
 def conditional_options() -> Iterator[Any]:
     for verb, option in options():
-        if option.needs or option.only:
-            yield pytest.param(verb, option, id=f"{verb}-{option.flag}")
+        if option.needs:
+            yield pytest.param(verb, option, id=f"{verb}-{option.flags[0]}")
 
 
-def given(option: BoundOption) -> list[str]:
+def given(option: Option) -> list[str]:
     """The words that give an option a value other than its default."""
-    if option.kind is bool:
-        turns_off = option.default is True and not option.option.negated
-        return [f"--no-{option.flag[2:]}" if turns_off else option.flag]
-    if not option.flag.startswith("--"):
+    flag = option.flags[0]
+    if option.field.kind is bool:
+        return [f"--no-{flag[2:]}" if option.default is True and not option.negated else flag]
+    if not flag.startswith("--"):
         return ["m"]
-    value = VALUES.get(option.flag, "x")
-    if names := option.choices or option.option.names:
+    value = VALUES.get(flag, "x")
+    if names := option.field.choices or option.names:
         held = option.default if isinstance(option.default, tuple) else (option.default,)
         value = next(name for name in names if name not in held)
-    elif option.kind in (int, float) and option.flag not in VALUES:
-        step = option.option.multiple or 1
-        least = max(step, int(option.option.least or 0))
+    elif option.field.kind in (int, float) and flag not in VALUES:
+        step = option.multiple or 1
+        least = max(step, int(option.least or 0))
         value = str(least + step * (option.default == least))
-    return [option.flag, value]
+    return [flag, value]
 
 
 @pytest.mark.parametrize(("verb", "option"), list(conditional_options()))
-def test_an_option_is_refused_where_it_has_no_effect(verb: str, option: BoundOption) -> None:
+def test_an_option_is_refused_where_it_has_no_effect(verb: str, option: Option) -> None:
     """Each condition of an option refuses it in one of the verb's commands, and one command takes it."""
     taken, refusals = [], []
     flag, *value = given(option)
@@ -267,15 +279,14 @@ def test_an_option_is_refused_where_it_has_no_effect(verb: str, option: BoundOpt
         except UsageError as problem:
             refusals.append(str(problem))
     assert taken, refusals
-    if option.only:
+    for condition in option.needs.split("; "):
+        name = condition.removeprefix("no ").split()[0].lstrip("-")
         # Methods and formats that need an option refuse its absence in the same words.
-        words_of = ("has no effect on", "go together", "goes with")
-        name = flag if flag.startswith("--") else option.flag
-        assert any(name in line and any(words in line for words in words_of) for line in refusals), refusals
-    named = {each.key: each for each in options_of(main.verb_class(verb))}
-    for path, needs in option.needs:
-        other = needed_option(needs.key, path, named).flag.lstrip("-")
-        assert any(line.startswith(f"{flag} has no effect with") and other in line for line in refusals), refusals
+        words_of = ("has no effect", "go together", "goes with")
+        named = [line for line in refusals if (flag if flag.startswith("--") else option.flags[0]) in line]
+        assert any(name in line or "has no effect on" in line for line in named if any(w in line for w in words_of)), (
+            refusals
+        )
 
 
 @pytest.mark.parametrize(
@@ -294,10 +305,16 @@ def test_an_option_is_refused_where_it_has_no_effect(verb: str, option: BoundOpt
         ("prune demo --share 0.1 --skip-verdict --limit 5 --out x", "--limit has no effect with --skip-verdict"),
         ("prune demo --share 0.1 --no-recall --recall-weight 2 --out x", "--recall-weight has no effect with --no-"),
         ("prune demo --heads 1:2 --tries 5 --controls 0 --out x", "--tries has no effect on named heads without c"),
-        ("prune demo --share 0.1 --method random --tries 5 --out x", "with --method random: leave it out, or use"),
-        ("evaluate M --tasks mmlu --column text", "--column has no effect with --replace zero: leave it out"),
+        (
+            "prune demo --share 0.1 --method random --tries 5 --out x",
+            "--tries has no effect on --method random (only on d",
+        ),
+        ("evaluate M --tasks mmlu --column text", "--column has no effect on --replace zero (only on mean,"),
         ("evaluate M --tasks mmlu --heads 0:0 --replace mean --column text", "--column has no effect without --corpus"),
-        ("probe demo --behaviours induction_score --depths 0.5", "with --behaviours induction_score: leave it out, or"),
+        (
+            "probe demo --behaviours induction_score --depths 0.5",
+            "on --behaviours induction_score (only on retrieval_sc",
+        ),
         ("roles --mask m --heads", "--heads has no effect with --mask: leave one of them out"),
     ],
 )
@@ -319,6 +336,8 @@ def test_a_refusal_names_the_other_option(command: str, message: str) -> None:
         "referee M --data d.tsv --max-tokens 64",
         "importance M --data d.tsv --max-tokens 64",
         "probe demo --behaviours induction_score --seed 1",
+        "export gguf --out x demo",
+        "compare 3f9a --json 77c0",
     ],
 )
 def test_options_with_an_effect_are_taken(command: str) -> None:
@@ -335,6 +354,7 @@ def test_good_values_are_read() -> None:
     assert sweep.scores == tuple(SCORES)
     evaluate = read(["evaluate", "demo", "--tasks", "a", "--heads", "3:5", "0:0", "--num-fewshot", "0"]).step
     assert (evaluate.arms.heads, evaluate.tasks.num_fewshot) == (((3, 5), (0, 0)), 0)
+    assert scan.store.path == "headscan.duckdb" and read(["study", "demo"]).store is None
     assert read(["place", "demo"]).machines.gpu_memory == 80 << 30
     assert read(["rank", "--limit", "0"]).limit == 0
 

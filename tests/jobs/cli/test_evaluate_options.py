@@ -68,7 +68,7 @@ def test_options_of_a_score_name_the_score(words: list[str], score: str | None) 
         ({"share": 1.0}, r"`share=1` \(limit below 1\)"),
         ({"controls": -1}, r"`controls=-1` \(limit 0\)"),
         ({"criterion": "entropi"}, "unknown criterion 'entropi'; did you mean entropy"),
-        ({"plan_modes": ("backward",)}, "unknown plan mode 'backward'"),
+        ({"plan_modes": ("backward",)}, "`plan_modes='backward'` is unknown. Choose forward or decode"),
         ({"plan_modes": ()}, "`plan_modes` is empty"),
         ({"plan_modes": ("decode",), "heads": ((0, 1),)}, "`plan_modes` has no effect without `plans`"),
         ({"mask_order": "inactive", "mask": "mine"}, "`mask_order` has no effect without `criterion`"),

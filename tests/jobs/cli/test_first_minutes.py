@@ -64,7 +64,7 @@ def test_status_shows_the_progress_of_arms(
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["evalute"], "invalid choice: 'evalute'; did you mean evaluate"),
+        (["evalute"], "unknown verb 'evalute'; did you mean evaluate"),
         (["demo", "--questions", "0"], "--questions: 0 (limit 1). Raise it"),
         (["rank", "--by", "zzz"], "names)"),
     ],

@@ -47,9 +47,9 @@ def test_a_page_begins_with_an_example(verb: str, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_page_shows_the_usual_options_and_another_all(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     short, full = page(capsys, verb), page(capsys, verb, "--help", "all")
-    options = options_of(main.verb_class(verb))
+    options = options_of(main.verb_class(verb)).values()
     assert len(options) <= 12 or len(short.splitlines()) <= 75
-    assert all(re.search(rf"^  .*{bound.flag}\b", full, re.MULTILINE) for bound in options)
+    assert all(re.search(rf"^  .*{bound.flags[0]}\b", full, re.MULTILINE) for bound in options)
     common = getattr(main.verb_class(verb), "common", "").split()
     if common:
         assert set(common) <= {"--config-file", *(flag for bound in options for flag in bound.flags)}
@@ -83,14 +83,17 @@ def test_options_stand_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (tmp_path / "marked.yaml").write_text(file.read_text("utf-8"), encoding=encoding)
         assert read("--config-file", str(tmp_path / "marked.yaml")) == read(*words, "--controls", "3")
     assert read("--config-file", str(file), "--shares", "0.1,0.2").shares == (0.1, 0.2)
+    (tmp_path / "devices.yaml").write_text("model: [demo]\ndevices: {ray_address: auto}\ntokens: {mode: chunk}\n")
+    scan = main.read_command(["scan", "--config-file", str(tmp_path / "devices.yaml")])
+    assert (scan.devices.ray_address, scan.step.tokens.mode) == ("auto", "chunk")
     for text, problem in (
         ("shar: 1", "unknown option 'shar'; did you mean share, shares?"),
         ("share: 2", "share: 2 (limit below 1). Lower it"),
         ("share: [0.1, 0.2]", "share: [0.1, 0.2] is a list; give one value"),
         ("shares: []", "shares: [] is empty or has an empty member: give at least one value"),
         ("shares: ['0.1,0.2']", "shares: '0.1,0.2' is not a number"),
-        ("unit: heads", "unit: 'heads' is none of head, group, layer"),
-        ("recall: 3", "recall: 3 is neither true nor false"),
+        ("unit: heads", "unit: 'heads' is unknown; did you mean head?"),
+        ("recall: 3", "recall: 3 is not True or False. Change it"),
         ("- 3", "holds no settings. Write lines such as `model: demo`"),
     ):
         file.write_text(text)

@@ -62,7 +62,7 @@ def table(folder: Path, name: str, values: object, **config: object) -> Path:
 
 
 def test_the_command_line_offers_every_format() -> None:
-    [formats] = [each.choices for each in options_of(verb_class("export")) if each.flag == "format"]
+    formats = options_of(verb_class("export"))["settings.format"].names
     assert formats == ("gguf", "decilm", "layer-types", "vllm", "tensorrt-llm", *FORMATS, "parquet")
 
 
