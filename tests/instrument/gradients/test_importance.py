@@ -88,13 +88,12 @@ SHARDINGS = {"two devices": Sharding(("cpu", "cpu"), ((0, 1), (1, 3))), "disk": 
 
 
 @pytest.mark.parametrize("name", SHARDINGS)
-@pytest.mark.parametrize("family", ["llama", "bert"])
-def test_sharded_models(name: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharded_encoders(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    make_model(family).save_pretrained(tmp_path / family)
-    whole, sharded = (headscan.load(tmp_path / family, device=device) for device in ("cpu", SHARDINGS[name]))
-    losses = {"llama": NextTokenLoss.of(some_ids(), LENGTHS), "bert": MaskedTokenLoss.of(some_ids(), LENGTHS, MASK)}
-    expected, found = (head_gradients(lm, losses[family])[lm.grid.kind].tokens for lm in (whole, sharded))
+    make_model("bert").save_pretrained(tmp_path / "bert")
+    whole, sharded = (headscan.load(tmp_path / "bert", device=device) for device in ("cpu", SHARDINGS[name]))
+    loss = MaskedTokenLoss.of(some_ids(), LENGTHS, MASK)
+    expected, found = (head_gradients(lm, loss)[lm.grid.kind].tokens for lm in (whole, sharded))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     assert all(weight.requires_grad for weight in sharded.model.parameters())
 

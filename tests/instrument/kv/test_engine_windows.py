@@ -125,11 +125,12 @@ def test_crop_and_changes_of_rows(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_crop_without_recording_removes_tokens_that_freed_none(seed: int) -> None:
+@pytest.mark.parametrize(("block", "chunk"), [(4, 8), (1, 1)])
+def test_crop_without_recording_removes_tokens_that_freed_none(seed: int, block: int, chunk: int) -> None:
     """Tokens can be removed as long as no slot was used twice."""
     lm = make_loaded("llama", dtype=torch.float64)
-    window = Window(3, 5 + seed, 4, 8)
-    plan = replace(plan_of([[("window", 3, 5 + seed), FULL]] * 3), block=4, chunk=8)
+    window = Window(3, 5 + seed, block, chunk)
+    plan = replace(plan_of([[("window", 3, 5 + seed), FULL]] * 3), block=block, chunk=chunk)
     ids, cache = some_ids(2, 60), PlanCache(plan)
     in_chunks(lm, cache, ids[:, : window.width], (window.width,))
     cache.crop(-6)

@@ -48,30 +48,23 @@ FEW = (
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in WORKING if name not in FEW]
 
 
-@pytest.mark.parametrize("family", [*FEW, *SLOW])
-def test_greedy_decoding_equals_the_oracle(family: str) -> None:
-    lm = make_loaded(family)
-    plan = random_plan(lm)
-    ids, logits = greedily(lm, make_cache(lm, plan), some_ids(2, 40), 16)
-    assert error(logits, oracle(lm, plan, ids[:, :-1])) <= LOOSE.get(family, BOUND)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", [*FEW, *SLOW])
-def test_chunks_equal_the_oracle(family: str, device: torch.device) -> None:
-    if family in STEPWISE:
-        pytest.skip("its recurrent layers continue token by token only")
-    lm, ids = on(device, make_loaded(family)), some_ids(2, 60).to(device)
-    plan = random_plan(lm, seed=1)
-    logits = in_chunks(lm, make_cache(lm, plan), ids, (3, 30, 1, 1, 17, 8))
-    bound = BOUND if device.type == "cpu" else GPU_BOUND
-    assert error(logits, oracle(lm, plan, ids)) <= max(bound, LOOSE.get(family, 0.0))
+def test_greedy_decoding_and_chunks_equal_the_oracle(family: str, device: torch.device) -> None:
+    lm, plan = on(device, make_loaded(family)), random_plan(make_loaded(family))
+    bound = max(BOUND if device.type == "cpu" else GPU_BOUND, LOOSE.get(family, 0.0))
+    ids, logits = greedily(lm, make_cache(lm, plan), some_ids(2, 40).to(device), 8)
+    assert error(logits, oracle(lm, plan, ids[:, :-1])) <= bound
+    if family not in STEPWISE:
+        ids, plan = some_ids(2, 60).to(device), random_plan(lm, seed=1)
+        logits = in_chunks(lm, make_cache(lm, plan), ids, (3, 30, 1, 1, 17, 8))
+        assert error(logits, oracle(lm, plan, ids)) <= bound
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "family", ["llama", "gpt_oss", "llama-mha", "llama-mqa-wide", "gemma2-softcap", "gemma3", "mimo_v2_flash", "qwen3"]
+    "family", "llama gpt_oss llama-mha llama-mqa-wide gemma2-softcap gemma3 mimo_v2_flash qwen3 falcon-mqa".split()
 )
 def test_padded_chunks_equal_the_oracle(family: str, dtype: torch.dtype, device: torch.device) -> None:
     """The second sequence starts later, and must not notice."""
