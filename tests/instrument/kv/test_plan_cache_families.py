@@ -13,7 +13,7 @@ from tests.benchmarks.bench_cache import CacheLoad, fill, half_windows, held_byt
 from tests.benchmarks.overhead import make_model
 from tests.devices import assert_near, on
 from tests.instrument.kv.cache_plans import FULL, error, greedily, in_chunks, make_cache, oracle, random_plan, some_ids
-from tests.small_models import make_loaded
+from tests.small_models import make_loaded, slow
 
 #: Largest error of the logits, relative to the largest one.
 BOUND = 1e-5
@@ -45,7 +45,7 @@ FEW = (
     "llama llama-mha llama-mqa-wide qwen2 qwen3 stablelm gpt2 qwen3_next jamba falcon_h1 gemma3 gemma2-softcap gpt_oss"
     " mimo_v2_flash falcon-alibi gemma3n llava"
 ).split()
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in WORKING if name not in FEW]
+SLOW = slow(*(name for name in WORKING if name not in FEW))
 
 
 @pytest.mark.gpu

@@ -25,13 +25,11 @@ from headscan.models.loaded_model import LoadedModel
 from tests.instrument.kv.cache_plans import (
     DROP,
     FULL,
-    MIXED,
     NARROW,
     WIDE,
     error,
     explicit_logits,
     in_chunks,
-    make_cache,
     oracle,
     plan_of,
     random_plan,
@@ -126,14 +124,6 @@ def test_rejected_tokens_leave_the_cache(monkeypatch: pytest.MonkeyPatch) -> Non
     assert cache.nbytes == plain.nbytes
 
 
-@pytest.mark.parametrize("kinds", [MIXED, (FULL,), (NARROW, WIDE), (DROP, ("window", 1, 1)), (("window", 0, 5), FULL)])
-@pytest.mark.parametrize("chunks", [(1,) * 30 + (30,), (5, 35, 1, 1, 18), (20, 20, 20), (1, 1, 1, 57)])
-def test_any_chunks_equal_the_oracle(kinds: tuple[Any, ...], chunks: tuple[int, ...]) -> None:
-    lm, ids = make_loaded("llama-mha"), some_ids(2, 60)
-    plan = random_plan(lm, kinds)
-    assert error(in_chunks(lm, make_cache(lm, plan), ids, chunks), oracle(lm, plan, ids)) <= 1e-5
-
-
 def test_rows_that_are_padded_decode_in_every_way() -> None:
     lm, ids = make_loaded("llama"), some_ids(2, 30)
     mask = torch.ones_like(ids)
@@ -175,36 +165,6 @@ def test_the_first_pass_can_see_all_keys() -> None:
     assert error(found, explicit_full_prefill(lm, plan, ids, 40)) <= 1e-5
 
 
-def test_crop() -> None:
-    lm, ids = make_loaded("llama"), some_ids(2, 60)
-    plan = PLANS["scattered"]
-    cache = PlanCache(plan)
-    in_chunks(lm, cache, ids, (40,))
-    cache.activate_past_recording()
-    in_chunks(lm, cache, some_ids(2, 7), (6, 1))
-    cache.crop(-7)
-    assert cache.get_seq_length() == 40
-    found = in_chunks(lm, cache, ids[:, 40:], (1, 1, 18))
-    assert error(found, oracle(lm, plan, ids)[:, 40:]) <= 1e-5
-    with pytest.raises(ValueError, match="pass a negative number"):
-        cache.crop(3)
-
-
-def test_rows_can_be_selected_repeated_and_reordered() -> None:
-    lm, ids = make_loaded("llama"), some_ids(3, 60)
-    plan = PLANS["scattered"]
-    for change, rows in (
-        (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
-        (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
-        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
-    ):
-        cache = PlanCache(plan)
-        in_chunks(lm, cache, ids, (40,))
-        change(cache)
-        found = in_chunks(lm, cache, ids[rows, 40:], (1, 19))
-        assert error(found, oracle(lm, plan, ids[rows])[:, 40:]) <= 1e-5
-
-
 def test_a_cache_can_be_used_again_and_copied() -> None:
     lm, ids = make_loaded("llama"), some_ids(2, 50)
     plan = PLANS["scattered"]
@@ -216,19 +176,6 @@ def test_a_cache_can_be_used_again_and_copied() -> None:
     twin = copy.deepcopy(cache)
     for each in (cache, twin):
         assert error(in_chunks(lm, each, ids[:, 30:], (1, 19)), oracle(lm, plan, ids)[:, 30:]) <= 1e-5
-
-
-@torch.enable_grad()
-def test_gradients_flow_within_one_pass() -> None:
-    lm, ids = make_loaded("llama"), some_ids(1, 40)
-    plan = PLANS["neighbours"]
-    weight = lm.model.model.layers[0].self_attn.k_proj.weight
-    loss = lm.model(input_ids=ids, past_key_values=PlanCache(plan)).logits.square().mean()
-    (found,) = torch.autograd.grad(loss, [weight])
-    with headscan.intervene(lm, KvWindows(plan.kept)):
-        loss = lm.model(input_ids=ids, use_cache=False).logits.square().mean()
-    (expected,) = torch.autograd.grad(loss, [weight])
-    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("additive", [False, True])
@@ -310,7 +257,7 @@ def test_passes_in_any_order_of_modes(plan: str, sizes: list[int]) -> None:
 
 
 @torch.enable_grad()
-@pytest.mark.parametrize("sizes", [[20, 1, 19], [39, 1], [1, 1, 1, 37]])
+@pytest.mark.parametrize("sizes", [[40], [20, 1, 19], [39, 1], [1, 1, 1, 37]])
 @pytest.mark.parametrize("frozen", ["nothing", "all but queries"])
 @pytest.mark.parametrize("plan", SHARED_PLANS)
 def test_gradients_through_several_passes(plan: str, frozen: str, sizes: list[int]) -> None:
