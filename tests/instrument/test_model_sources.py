@@ -1,4 +1,7 @@
-"""Models that are bundled or in memory, and texts instead of token ids."""
+"""Models that are bundled, in memory or adapted, and texts instead of token ids.
+
+PEFT itself is not needed by most tests: its wrappers are imitated.
+"""
 
 from __future__ import annotations
 

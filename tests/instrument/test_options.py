@@ -1,3 +1,5 @@
+"""Limits of settings, and what messages quote from other errors."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

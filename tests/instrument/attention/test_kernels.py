@@ -1,4 +1,4 @@
-"""Fused kernels against explicit scores: the CPU's own, and the way a half-precision device's are used."""
+"""How fused kernels are used, and blocks of explicit weights against their definition."""
 
 from __future__ import annotations
 

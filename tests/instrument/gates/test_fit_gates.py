@@ -1,4 +1,4 @@
-"""Fits find useless and harmful heads, resume bit by bit, and leave the model as it is."""
+"""Fits find useless and harmful heads, resume bit by bit, and leave the model as it is. Gates follow their formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Backward passes equal those of single sequences, release their tensors, and leave the model as it was."""
+"""Backward passes equal those of single sequences, release their tensors, and leave the model as it was.
+
+They need no more memory than plain ones.
+"""
 
 from __future__ import annotations
 

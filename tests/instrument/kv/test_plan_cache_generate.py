@@ -1,4 +1,4 @@
-"""PlanCache in `generate`: every way to decode, padded batches, chunks, and changes of rows."""
+"""PlanCache in `generate`: every way to decode, padded batches, and passes of any mode in any order."""
 
 from __future__ import annotations
 

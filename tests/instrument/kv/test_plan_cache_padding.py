@@ -1,4 +1,4 @@
-"""PlanCache with padding anywhere in a row equals explicit masks; other masks are refused."""
+"""PlanCache with padding anywhere in a row equals explicit masks; others are refused. Masks are read once per pass."""
 
 from __future__ import annotations
 

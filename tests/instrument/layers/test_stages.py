@@ -1,4 +1,7 @@
-"""Models of which a range of layers is loaded: the same numbers as of the whole, and no more is read than is needed."""
+"""Models of which a range of layers is loaded: the same numbers as of the whole, and no more is read.
+
+Tensors are in memory maps of their own, which are freed with the tensor.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary frequencies that depend on the length: batches change no number."""
+"""Rotary frequencies that depend on the length: batches change no number. Those without memory are halved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damage curves that are measured only where a choice needs them."""
+"""Damage curves that are measured only where a choice needs them; moments and subsets against their definitions."""
 
 from __future__ import annotations
 

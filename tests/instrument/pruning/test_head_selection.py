@@ -1,4 +1,4 @@
-"""Choices of heads."""
+"""Choices of heads, and the allocation to layers against all allocations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes of models before loading equal those of the loaded models."""
+"""Sizes of models before loading equal those of the loaded models, and operations of a pass those that torch counts."""
 
 from __future__ import annotations
 
