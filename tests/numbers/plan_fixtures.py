@@ -13,7 +13,7 @@ import pyarrow as pa
 from headscan.catalog import PROFILES, STATISTICS
 from headscan.store.records import RunRecord, ShardRecord, ShardToWrite
 from headscan.store.store import Store
-from tests.stores import begin_arm, copy_store
+from tests.stores import begin_arm, copy_store, sequence_rows
 
 SINK, RECENT = 4, 16
 
@@ -90,18 +90,9 @@ def _new_scan(
     table = {"sequence": sequence, "site": ["self"] * len(keys), "layer": layer, "head": head, "kv_head": kv_head}
     table |= {n: statistics[n][sequence, layer, head].astype(np.float32) for n in STATISTICS if n in statistics}
     table |= {n: list(statistics[n][sequence, layer, head].astype(np.float32)) for n in PROFILES if n in statistics}
-    numbers = list(range(count))
-    sequences = {
-        "sequence": numbers,
-        "document": numbers,
-        "source": ["text"] * count,
-        "tokens": tokens,
-        "truncated": [False] * count,
-        "content_hash": [f"h{i}" for i in numbers],
-    }
     with store.one_transaction():
         run_id = store.begin_run(RunRecord("scan", "f0", "tiny", layers, heads, **record)).run_id
-        store.add_shards(run_id, [ShardToWrite(ShardRecord(0, "c0"), pa.table(sequences), pa.table(table))])
+        store.add_shards(run_id, [ShardToWrite(ShardRecord(0, "c0"), sequence_rows(tokens), pa.table(table))])
     store.finish_run(run_id, total_shards=1, corpus_hash="c0de")
     return run_id
 

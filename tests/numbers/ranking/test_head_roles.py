@@ -21,7 +21,7 @@ from headscan.store.store import Store
 from headscan.store.views import ROLES
 from headscan.verdicts.head_effects import HeadEffect
 from tests.numbers.conftest import HEADS, LAYERS, write_scan
-from tests.stores import begin_arm
+from tests.stores import begin_arm, write_behaviours
 
 _BINS = len(PROFILES["argmax_offsets"].bins)
 ALL = LAYERS * HEADS
@@ -54,17 +54,7 @@ def profiles(*heads: tuple[int, float]) -> np.ndarray:
 
 
 def probed(store: Store, behaviour: str, values: tuple[float, ...], model: str = "tiny") -> str:
-    run_id = store.begin_run(RunRecord("probe", f"{behaviour} {model}", model, LAYERS, HEADS)).run_id
-    table = {
-        "site": ["self"] * ALL,
-        "layer": pa.array(np.arange(ALL) // HEADS, pa.int16()),
-        "head": pa.array(np.arange(ALL) % HEADS, pa.int16()),
-        "behaviour": [behaviour] * ALL,
-        "value": pa.array(same(values)[0].ravel(), pa.float32()),
-    }
-    store.add_behaviours(run_id, pa.table(table))
-    store.finish_run(run_id)
-    return run_id
+    return write_behaviours(store, {behaviour: same(values)[0]}, f"{behaviour} {model}", model)
 
 
 def ablated(store: Store, replacement: str, metric: str, intervals: list[tuple[float | None, float | None]]) -> str:
