@@ -26,7 +26,6 @@ SHARDINGS = {
     "two devices": Sharding(("cpu", "cpu"), ((0, 1), (1, 3))),
     "disk": Sharding(("cpu",), ((0, 1),), "disk"),
     "all blocks on disk": Sharding(("cpu",), ((0, 0),), "disk"),
-    "memory": Sharding(("cpu",), ((0, 1),), "cpu"),
 }
 
 
@@ -74,7 +73,7 @@ def test_numbers_and_logits_are_those_of_the_whole_model(name: str, folder: Path
     ids = torch.randint(5, VOCABULARY, (2, 25), generator=torch.Generator().manual_seed(0)).to(device)
     whole, sharded = (headscan.load(folder, device=where) for where in (str(device), sharding_on(device, name)))
     on_disk = any(parameter.is_meta for parameter in sharded.model.parameters())
-    assert on_disk is (name != "two devices" or device.type != "cpu")
+    assert on_disk is ("disk" in name or device.type != "cpu")
     assert sharded.grid == whole.grid
     assert sharded.device == device
     found = headscan.collect(sharded, ids)

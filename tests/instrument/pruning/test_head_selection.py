@@ -63,7 +63,7 @@ def test_layers_keep_allowed_numbers_at_every_size(tries: int) -> None:
     allowed = {0: (0, 3, 4, 5), 1: (0, 3, 4, 5, 6), 2: (0, 3, 4, 5, 6)}
     config = SelectionConfig(first_share=0.3, next_share=0.1, tries=tries, judged_tokens=300)
     selection = HeadSelection(lm, random_texts(lm), allowed=allowed, config=config)
-    counts = {0: range(18), 1: (5, 17), 6: range(2, 18, 3)}[tries]
+    counts = {0: range(18), 1: (5, 9), 6: range(2, 18, 3)}[tries]
     for method in ("damage", "random"):
         reached = []
         for count in counts:
@@ -72,7 +72,7 @@ def test_layers_keep_allowed_numbers_at_every_size(tries: int) -> None:
             assert all(number in allowed[layer] for layer, number in lost.items())
             reached.append(len(chosen))
         assert all(count - 3 < found <= count for count, found in zip(counts, reached, strict=True))
-        assert reached[-1] == 17 and reached == sorted(reached)
+        assert reached[-1] == counts[-1] and reached == sorted(reached)
     dropped = {layer for layer, _ in selection.choose(method="layer-drop", count=2)}
     assert dropped == {1, 2}
 
@@ -122,7 +122,7 @@ def test_every_method_of_sets_has_a_choice() -> None:
 
 
 def test_no_choice_nearby_is_better(lm: LoadedModel) -> None:
-    texts = random_texts(lm, sequences=30)
+    texts = random_texts(lm, sequences=15)
     config = SelectionConfig(judged_tokens=300)
     plain, searched = (
         HeadSelection(lm, texts, config=replace(config, tries=tries)).choose(count=3) for tries in (0, 1000)
