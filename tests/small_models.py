@@ -6,7 +6,7 @@ A copy takes a tenth of the time of a new model.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -66,12 +66,11 @@ DISTINCT = frozenset(
 )
 
 
-def distinct_first(cases: Iterable[Any]) -> list[Any]:
-    """Return test cases, families or tuples that begin with one; those outside `DISTINCT` are marked slow."""
-    families = [(case, case if isinstance(case, str) else case[0]) for case in cases]
-    return [
-        case
-        if family in DISTINCT
-        else pytest.param(*((case,) if isinstance(case, str) else case), marks=pytest.mark.slow)
-        for case, family in families
-    ]
+def slow(*cases: Any) -> list[Any]:
+    """Return test cases, values or tuples of them, that are marked slow."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
+
+
+def distinct_first(cases: Iterable[Any], fast: Collection[str] = DISTINCT) -> list[Any]:
+    """Return test cases, families or tuples that begin with one; those outside ``fast`` are marked slow."""
+    return [case if (case if isinstance(case, str) else case[0]) in fast else slow(case)[0] for case in cases]

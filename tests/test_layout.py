@@ -19,42 +19,14 @@ from tests.sources import PARTS, ROOT, cycles, imports_of, modules, part_of
 ALLOWED = {
     "instrument": {"torch", "transformers", "accelerate", "numpy", "safetensors", "huggingface_hub", "gguf", "peft"},
     "cluster": {"instrument", "ray", "torch", "transformers", "numpy", "psutil"},
-    "numbers": {
-        "duckdb",
-        "fsspec",
-        "pyarrow",
-        "numpy",
-        "scipy",
-        "plotly",
-        "jinja2",
-        "markupsafe",
-        "pydantic",
-        "pydantic_core",
-        "headscan.catalog",
-        "headscan.errors",
-        "headscan.text_tables",
-        "headscan.windows",
-    },
-    "jobs": {
-        "instrument",
-        "cluster",
-        "numbers",
-        "torch",
-        "transformers",
-        "tokenizers",
-        "datasets",
-        "lm_eval",
-        "sacrebleu",
-        "filelock",
-        "gguf",
-        "huggingface_hub",
-        "numpy",
-        "pyarrow",
-        "jinja2",
-        "yaml",
-        "tqdm",
-        "shtab",
-    },
+    "numbers": set(
+        "duckdb fsspec pyarrow numpy scipy plotly jinja2 markupsafe pydantic pydantic_core"
+        " headscan.catalog headscan.errors headscan.text_tables headscan.windows".split()
+    ),
+    "jobs": set(
+        "instrument cluster numbers torch transformers tokenizers datasets lm_eval sacrebleu filelock gguf"
+        " huggingface_hub numpy pyarrow jinja2 yaml tqdm shtab".split()
+    ),
 }
 
 TESTS = sorted((ROOT / "tests").rglob("*.py"))

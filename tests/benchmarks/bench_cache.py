@@ -30,7 +30,7 @@ from headscan.kv.plan_layer import PlanLayer
 from headscan.kv.window_keys import WindowKeys
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import release_memory
-from tests.benchmarks.measuring import Table, device_of, medians, parser_of, show
+from tests.benchmarks.measuring import Table, device_of, medians, numbers, parser_of, show
 from tests.benchmarks.overhead import SHAPES, make_model
 from tests.instrument.kv.cache_plans import PlainHead, PlainPlan
 
@@ -191,18 +191,10 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", help="a model instead of random weights of a shape")
     parser.add_argument("--shape", default="1B", choices=SHAPES)
-    parser.add_argument(
-        "--tokens",
-        type=lambda text: [int(tokens) for tokens in text.split(",")],
-        default=[4096, 16384],
-        help="tokens of context, comma-separated (default: 4096,16384)",
-    )
-    parser.add_argument(
-        "--rows",
-        type=lambda text: [int(rows) for rows in text.split(",")],
-        default=[1],
-        help="sequences in the batch, comma-separated; the last numbers decide on the goal (default: 1)",
-    )
+    tokens = "tokens of context, comma-separated (default: 4096,16384)"
+    parser.add_argument("--tokens", type=numbers, default=(4096, 16384), help=tokens)
+    rows = "sequences in the batch, comma-separated; the last numbers decide on the goal (default: 1)"
+    parser.add_argument("--rows", type=numbers, default=(1,), help=rows)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8, help="decoding steps in one round")
     options = parser.parse_args()

@@ -40,7 +40,7 @@ from headscan.texts.held_out_text import chunks
 from headscan.texts.recall_tasks import recall_series
 from headscan.texts.sequences import read_spread, spread
 from headscan.texts.token_requests import Request
-from tests.benchmarks.measuring import Table, processor, show
+from tests.benchmarks.measuring import Table, numbers, processor, show
 
 #: Tokens of the repeated block.
 _BLOCK = 200
@@ -129,10 +129,6 @@ def _losses(lm: LoadedModel, judged: Mapping[str, Calibration], edits: Edits) ->
     return found
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(each) for each in text.split(",")]
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
@@ -147,11 +143,11 @@ def _options() -> argparse.Namespace:
         "--prompts", type=int, default=16, help="prompts of each recall task, to calibrate and to judge"
     )
     parser.add_argument("--moment-tokens", type=int, default=8192)
-    parser.add_argument("--curve-tokens", type=_numbers, default=[3072], help="comma-separated")
+    parser.add_argument("--curve-tokens", type=numbers, default=[3072], help="comma-separated")
     parser.add_argument(
-        "--tries", type=_numbers, default=[0], help="choices compared with the best one, comma-separated"
+        "--tries", type=numbers, default=[0], help="choices compared with the best one, comma-separated"
     )
-    parser.add_argument("--repair-texts", type=_numbers, help="numbers of repairing texts (default: all)")
+    parser.add_argument("--repair-texts", type=numbers, help="numbers of repairing texts (default: all)")
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()
 

@@ -37,7 +37,7 @@ from headscan.pruning.selection_settings import SelectionConfig
 from headscan.settings.saving_settings import REPAIRS
 from headscan.texts.sequences import spread
 from headscan.texts.stdlib_files import held_out_files, seen_modules
-from tests.benchmarks.measuring import Table, machine, show, wait
+from tests.benchmarks.measuring import Table, machine, numbers, show, wait
 
 TOKENS = 512
 #: Scores that rank heads from few passes. ``importance`` is the gate gradient.
@@ -53,14 +53,14 @@ def main() -> None:
     parser.add_argument("--judging", type=int, default=128, help="held-out texts of 512 tokens (default: 128)")
     parser.add_argument("--moment-tokens", type=int, default=SelectionConfig.moment_tokens)
     parser.add_argument("--curve-tokens", type=int, default=SelectionConfig.curve_tokens)
-    parser.add_argument("--heads", type=_numbers, help="comma-separated numbers of heads (default: 20, 30, 50 %%)")
+    parser.add_argument("--heads", type=numbers, help="comma-separated numbers of heads (default: 20, 30, 50 %%)")
     parser.add_argument(
-        "--zeroed", type=_numbers, help="further numbers of heads that scores zero (default: 5 to 30 %%)"
+        "--zeroed", type=numbers, help="further numbers of heads that scores zero (default: 5 to 30 %%)"
     )
     parser.add_argument(
         "--compare", type=int, help="heads by damage that are compared with zeroed ones (default: 40 %%)"
     )
-    parser.add_argument("--layers", type=_numbers, default=(1, 2), help="numbers of dropped layers (default: 1,2)")
+    parser.add_argument("--layers", type=numbers, default=(1, 2), help="numbers of dropped layers (default: 1,2)")
     parser.add_argument("--scores", type=lambda text: tuple(text.split(",")), default=SCORES)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--repair", default="o+down", choices=REPAIRS)
@@ -314,10 +314,6 @@ def _chunks(lm: headscan.LoadedModel, paths: Iterable[Path]) -> list[list[list[i
 
 def _paths(text: str) -> list[Path]:
     return [Path(each) for each in text.split(",")]
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(each) for each in text.split(","))
 
 
 if __name__ == "__main__":

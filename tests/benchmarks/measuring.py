@@ -32,6 +32,11 @@ def parser_of(doc: str | None, dtype: str = "float32") -> argparse.ArgumentParse
     return parser
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """Read whole numbers with commas between, the value of an option."""
+    return tuple(int(number) for number in text.split(","))
+
+
 def device_of(options: argparse.Namespace) -> torch.device:
     """Return the device of ``--device`` and describe it; the benchmark ends without an error if it is missing."""
     device = torch.device(options.device)

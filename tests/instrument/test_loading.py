@@ -16,7 +16,7 @@ from headscan.checkpoints.headers import weights_hash
 from headscan.errors import InterventionError, ModelLoadError, SequenceError, UnknownNameError, UnsupportedModelError
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import max_tokens
-from tests.small_models import make_loaded, make_model
+from tests.small_models import distinct_first, make_loaded, make_model
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize(("family", "site"), SITES)
+@pytest.mark.parametrize(("family", "site"), distinct_first(SITES))
 def test_the_grid_is_discovered(family: str, site: str) -> None:
     grid = make_loaded(family).grid.at(site)
     declared = ALL[family]
@@ -304,26 +304,3 @@ def test_quantised_projections_are_measured_by_what_they_compute() -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         headscan.collect(lm, ids, statistics=["projected_output_norm"])
     assert headscan.collect(lm, ids, statistics=["output_norm"])["output_norm"].isfinite().all()
-
-
-def test_an_encoder_without_a_head_is_measured_and_predicts_nothing(tmp_path: Path) -> None:
-    """Sentence encoders are saved as ``BertModel``; their heads are those of the same model with a head."""
-    from transformers import BertConfig, BertForMaskedLM, BertModel
-
-    from headscan.errors import UnsupportedModelError
-    from headscan.models.loaded_model import logits_at
-
-    torch.manual_seed(0)
-    config = BertConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
-    whole = BertForMaskedLM(config)
-    whole.save_pretrained(tmp_path / "whole")
-    headless = BertModel(config, add_pooling_layer=True)
-    headless.load_state_dict(whole.bert.state_dict(), strict=False)
-    headless.save_pretrained(tmp_path / "headless")
-    ids = torch.randint(0, 60, (2, 9))
-    one, other = (headscan.load(tmp_path / name, device="cpu", dtype="float32") for name in ("whole", "headless"))
-    first, second = (headscan.collect(lm, ids, torch.tensor([9, 7])) for lm in (one, other))
-    for name in first:
-        torch.testing.assert_close(first[name], second[name], equal_nan=True)
-    with pytest.raises(UnsupportedModelError, match="without an output head"):
-        logits_at(other, ids, [0], [1])

@@ -147,6 +147,7 @@ _SIZES: dict[str, dict[str, Any]] = {
         ("llama", "LlamaForQuestionAnswering"),
         ("llama", "LlamaModel"),
         ("qwen3", "Qwen3Model"),
+        ("bert", "BertModel"),
         ("bert", "BertForTokenClassification"),
         ("bert", "BertForQuestionAnswering"),
         ("bert", "BertForMultipleChoice"),

@@ -171,7 +171,10 @@ TITLES = (
 @pytest.mark.parametrize("title", TITLES)
 def test_numbers_of_fused_kernels(title: str, kernels: Kernels) -> None:
     for shape in shapes(title, kernels.device):
-        sinks = torch.linspace(-1, 3, shape.heads, device=kernels.device).view(1, -1, 1) if shape.sinks else None
+        sinks = None
+        if shape.sinks:  # one for each query, or one for all
+            queries = shape.queries if shape.window else 1
+            sinks = torch.linspace(-1, 3, shape.heads * queries, device=kernels.device).view(1, shape.heads, queries)
         check(kernels, *shape.tensors(kernels), f"{shape}", window=shape.window, sinks_BHN=sinks)
 
 

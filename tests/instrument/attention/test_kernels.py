@@ -1,4 +1,4 @@
-"""Fused kernels against explicit scores: the CPU's own, and the way a half-precision device's are used."""
+"""How fused kernels are used, and blocks of explicit weights against their definition."""
 
 from __future__ import annotations
 
@@ -14,24 +14,16 @@ from torch import Tensor
 import headscan
 from headscan.attention import calls, fused
 from headscan.attention.calls import ScoredCall, WeightsCall, WeightTally, attend_blockwise
-from headscan.attention.fused import CpuKernels, CudaKernels, FusedKernels, kernels_for
+from headscan.attention.fused import CpuKernels, CudaKernels, kernels_for
 from headscan.catalog import MassWidths
 from headscan.statistics.registry import fused_numbers, needed_numbers
-from headscan.statistics.weight_statistics import AttentionRequest, Geometry
+from headscan.statistics.weight_statistics import AttentionRequest
 from tests.instrument.attention.emulated_flash import SPLIT, flash_attention_forward
+from tests.instrument.attention.test_device_kernels import CPU, EMULATED, layouts, square
 from tests.small_models import make_loaded
 
 NEEDS = frozenset(
-    {
-        "first_token_weight",
-        "entropy",
-        "sink_mass",
-        "recent_mass",
-        "distant_mass",
-        "self_weight",
-        "previous_token_weight",
-        "learned_sink_mass",
-    }
+    "first_token_weight entropy sink_mass recent_mass distant_mass self_weight previous_token_weight".split()
 )
 
 
@@ -40,76 +32,11 @@ def emulated(dtype: torch.dtype) -> CudaKernels:
     return CudaKernels(dtype, flash_attention_forward)
 
 
-def tensors(
-    heads: int, kv_heads: int, tokens: int, width: int, value_width: int, *, peaked: float
-) -> tuple[Tensor, ...]:
-    """Queries, keys, values (2, heads, tokens, width); ``peaked`` draws all queries to the first key, like a sink."""
-    generator = torch.Generator().manual_seed(tokens + width)
-    query, key, value = (
-        torch.randn(2, count, tokens, size, generator=generator)
-        for count, size in ((heads, width), (kv_heads, width), (kv_heads, value_width))
-    )
-    direction = torch.randn(width, generator=generator)
-    query = query + peaked * direction / direction.norm()
-    key[:, :, 0] = peaked * direction / direction.norm()
-    return query, key, value
-
-
-def both_ways(
-    kernels: FusedKernels,
-    dtype: torch.dtype,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    window: int | None,
-    sinks: Tensor | None,
-    widths: MassWidths,
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Outputs and numbers per query: by identities, and from explicit weights in float64 of the same inputs."""
-    tokens, scale = query.shape[2], query.shape[-1] ** -0.5
-    lengths = torch.full((2,), tokens)
-    request = AttentionRequest(NEEDS, lengths, lengths, widths)
-    query, key, value = (x.to(dtype) for x in (query, key, value))
-    out, numbers = fused.attend_fused(
-        kernels, query, key, value, scale, widths, window=window, sinks_BHN=sinks, numbers_with_output=True
-    )
-    found = fused_numbers(needed_numbers(NEEDS), numbers)
-    tally = WeightTally(request, Geometry(tokens, tokens, True, False))
-    call = ScoredCall(query.double(), key.double(), value.double(), scale, True, window=window, sinks_BHN=sinks)
-    expected_out = attend_blockwise(call, tally)
-    return {**found, "output": out}, {**tally.numbers().per_query, "output": expected_out}
-
-
-@pytest.mark.parametrize("window", [None, 7, 130, 500])
-@pytest.mark.parametrize("learned_sink", [False, True])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "tokens", "width", "value_width"),
-    [(4, 4, 300, 16, 16), (6, 2, 257, 24, 16), (3, 1, 129, 8, 20), (2, 2, 3, 8, 8), (4, 2, 128, 32, 32)],
-)
-def test_cpu_identities(
-    heads: int, kv_heads: int, tokens: int, width: int, value_width: int, window: int | None, learned_sink: bool
-) -> None:
-    for peaked, widths in ((0.0, MassWidths(3, 20)), (6.0, MassWidths(5, 140)), (2.0, MassWidths(40, 1))):
-        found, expected = both_ways(
-            CpuKernels(),
-            torch.float32,
-            *tensors(heads, kv_heads, tokens, width, value_width, peaked=peaked),
-            window=window,
-            sinks=torch.linspace(-1, 4, heads)[None, :, None] if learned_sink else None,
-            widths=widths,
-        )
-        for name, values in expected.items():
-            torch.testing.assert_close(
-                found[name].double(), values, rtol=2e-5, atol=5e-6, msg=lambda m, n=name: f"{n}: {m}"
-            )
-
-
 @pytest.mark.parametrize("window", [None, 32])
 @pytest.mark.parametrize("size", [1.0, 300.0, 1e4])
 def test_scores_of_any_size_have_exact_weights(size: float, window: int | None) -> None:
     """Scores of Pythia-70m reach 10,000. A kernel sums them in another order, and rounds otherwise, than identities."""
-    query, key, value = tensors(4, 2, 160, 32, 16, peaked=0.0)
+    query, key, value = square(4, 2, 160, 32, 16).tensors(CPU)
     query, key = query * size**0.5, key * size**0.5 + 3.0 * size**0.5
     lengths = torch.full((2,), 160)
     call = ScoredCall(query, key, value, 32**-0.5, True, window=window)
@@ -188,27 +115,6 @@ def test_blocks_on_a_cpu_give_output_and_entropy(
     assert (entropy >= 0).all() and (entropy[:, :, 0] < 1e-30).all() == (keys == queries)
 
 
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("peaked", [0.0, 8.0])
-@pytest.mark.parametrize(("width", "value_width"), [(32, 32), (12, 10)])
-def test_half_precision_identities(window: int | None, peaked: float, width: int, value_width: int) -> None:
-    """Numbers stay within bfloat16's rounding of what is rounded: the kernel's weights and outputs."""
-    found, expected = both_ways(
-        emulated(torch.bfloat16),
-        torch.bfloat16,
-        *tensors(6, 2, 300, width, value_width, peaked=peaked),
-        window=window,
-        sinks=torch.linspace(-1, 3, 6 * 300).view(1, 6, 300),
-        widths=MassWidths(4, 50),
-    )
-    eps = torch.finfo(torch.bfloat16).eps
-    for name, values in expected.items():
-        error = (found[name].double() - values).abs()
-        assert error.max() < 12 * eps and error.mean() < 2 * eps, name
-        if name not in ("output", "entropy"):
-            assert error.max() < 1e-4, name  # float32 all the way
-
-
 def test_a_device_without_a_fused_kernel_has_none() -> None:
     elsewhere = SimpleNamespace(device=torch.device("mps"), dtype=torch.bfloat16)
     assert kernels_for(elsewhere, 16, 2) is None
@@ -261,64 +167,11 @@ def test_lengths_that_a_kernel_rounds_up_are_cut() -> None:
     assert CudaKernels(torch.bfloat16, rounded).causal(query, query, query, 1.0)[1].shape == (1, 4, 5)
 
 
-def views(name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries (2, 4, 40, width), keys and values (2, 2, 40, width), laid out as models lay them out."""
-    generator = torch.Generator().manual_seed(1)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(torch.bfloat16)
-
-    if name == "one projection for all":
-        fused = draw(2, 40, 8, 16)
-        return fused[:, :, :4].transpose(1, 2), fused[:, :, 4:6].transpose(1, 2), fused[:, :, 6:].transpose(1, 2)
-    if name == "values behind an odd part":
-        both = draw(2, 40, 2, 12 + 16)  # as latent attention splits keys and values
-        return draw(2, 4, 40, 16), draw(2, 2, 40, 16), both[..., 12:].transpose(1, 2)
-    if name == "one key head for all":
-        key, value = (draw(2, 1, 40, 16).expand(-1, 2, -1, -1) for _ in range(2))
-        return draw(2, 4, 40, 16), key, value
-    if name == "one prefix for all":
-        key, value = (draw(1, 2, 40, 16).expand(2, -1, -1, -1) for _ in range(2))
-        return draw(2, 4, 40, 16), key, value
-    if name == "keys as columns":
-        return draw(2, 4, 40, 16), draw(2, 2, 16, 40).mT, draw(2, 2, 40, 16)
-    if name == "a place that is not aligned":
-        return draw(2 * 4 * 40 * 16 + 1)[1:].view(2, 4, 40, 16), draw(2, 2, 40, 16), draw(2, 2, 40, 16)
-    return draw(2, 4, 40, 20), draw(2, 2, 40, 20), draw(2, 2, 40, 20)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "one projection for all",
-        "values behind an odd part",
-        "one key head for all",
-        "one prefix for all",
-        "keys as columns",
-        "a place that is not aligned",
-        "a width that is no multiple of 8",
-    ],
-)
-@pytest.mark.parametrize("queries", [1, 7, 40])
-def test_every_layout_gives_the_right_numbers(name: str, queries: int) -> None:
-    query, key, value = views(name)
-    query = query[:, :, -queries:]
-    scores = 0.3 * query.double() @ key.double().repeat_interleave(2, 1).mT
-    scores = scores.masked_fill(~torch.ones(40, 40).tril().bool()[-queries:], float("-inf"))
-    expected = (scores.softmax(-1) @ value.double().repeat_interleave(2, 1)).unflatten(1, (2, 2))
-    for serving, dtype, bound in (
-        (emulated(torch.bfloat16), torch.bfloat16, 0.02),
-        (CpuKernels(), torch.float32, 1e-5),
-    ):
-        out, lse = serving.causal(query.to(dtype), key.to(dtype), value.to(dtype), 0.3)
-        torch.testing.assert_close(out.double(), expected, rtol=bound, atol=bound)
-        torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
-
-
 def test_layouts_that_the_kernel_can_load_are_not_copied() -> None:
-    for name in ("one projection for all", "one key head for all", "one prefix for all"):
-        for tensor in views(name):
-            assert fused._loadable(tensor.transpose(1, 2)).data_ptr() == tensor.data_ptr(), name
+    for name, tensors in layouts(EMULATED).items():
+        if name in ("one projection", "one KV head, expanded", "one prefix, expanded"):
+            for tensor in tensors:
+                assert fused._loadable(tensor.transpose(1, 2)).data_ptr() == tensor.data_ptr(), name
 
 
 def test_kernels_that_were_tried_without_memory_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from headscan.models.forward_inputs import real_tokens
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import MODEL_ERRORS
 from tests.instrument.attention.model_types import MODEL_TYPES, make_small
-from tests.small_models import make_loaded, make_model
+from tests.small_models import distinct_first, make_loaded, make_model, slow
 
 #: Tokens of the padded text, beyond every window of the small models, and of its two sequences.
 TOKENS, LENGTHS = 80, (80, 51)
@@ -100,14 +100,7 @@ def differences(lm: LoadedModel, own: dict[bool, Tensor]) -> dict[str, float]:
     return changed
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
-        for name in MODEL_TYPES
-        if name not in NOT_BUILT
-    ],
-)
+@pytest.mark.parametrize("model_type", distinct_first([n for n in MODEL_TYPES if n not in NOT_BUILT], FAST))
 def test_hooks_that_change_nothing_leave_the_logits(model_type: str) -> None:
     try:
         model = make_small(model_type)
@@ -150,12 +143,7 @@ def eager_output(model: PreTrainedModel, **inputs: Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [
-        "deepseek_v32",
-        "minimax_m3_vl",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("axk2", "glm_moe_dsa", "hy_v4", "mistral_large4")),
-    ],
+    "model_type", ["deepseek_v32", "minimax_m3_vl", *slow("axk2", "glm_moe_dsa", "hy_v4", "mistral_large4")]
 )
 def test_chosen_keys_are_measured(model_type: str) -> None:
     """The indexer chooses 8 keys, or 2 blocks of keys, for each of 80 queries."""

@@ -57,6 +57,7 @@ def replace_block(module: Any) -> None:
     module.forward = lambda hidden, *_, **__: hidden
 
 
+@pytest.mark.slow  # the compiler's import takes seconds; replaced forwards skip hooks in the same way
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("path", ["", "model.layers.1"])
 def test_a_compiled_forward_is_refused(path: str, change: Intervention) -> None:
@@ -77,6 +78,7 @@ def test_a_compiled_forward_is_refused(path: str, change: Intervention) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_a_compiled_wrapper_of_the_model_is_refused() -> None:
     lm = make_loaded("llama")
     wrapper = torch.compile(lm.model, backend="eager")

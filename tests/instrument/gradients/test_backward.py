@@ -1,4 +1,7 @@
-"""Backward passes equal those of single sequences, release their tensors, and leave the model as it was."""
+"""Backward passes equal those of single sequences, release their tensors, and leave the model as it was.
+
+They need no more memory than plain ones.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,22 @@ import weakref
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForMaskedLM, BertConfig
 
 import headscan
 from headscan.ablation.intervention import intervene
 from headscan.ablation.masks import HeadMask
 from headscan.architectures import VOCABULARY
+from headscan.attention.discovery import discover
 from headscan.errors import UnsupportedModelError
+from headscan.gradients import head_importance
 from headscan.gradients.backward import backward
-from headscan.gradients.losses import NextTokenLoss
+from headscan.gradients.head_importance import head_gradients
+from headscan.gradients.losses import MaskedTokenLoss, NextTokenLoss
 from headscan.layers.blocks import find_blocks
 from headscan.models.loaded_model import LoadedModel
+from tests.benchmarks.overhead import make_model, peak_bytes
 from tests.devices import on
 from tests.instrument.gradients.gradient_oracle import next_token_loss, traced
 from tests.small_models import make_loaded
@@ -35,7 +44,7 @@ def some_ids(seed: int = 0) -> torch.Tensor:
     return torch.randint(2, VOCABULARY, (len(LENGTHS), max(LENGTHS)), generator=generator)
 
 
-def visited(lm: LoadedModel, *, summed: bool = False, on: tuple[str, ...] = ("heads", "outputs")) -> Found:
+def visited(lm: LoadedModel, *, on: tuple[str, ...] = ("heads", "outputs")) -> Found:
     """Return values and derivatives by place and layer."""
     found: Found = {name: {} for name in on}
 
@@ -47,15 +56,15 @@ def visited(lm: LoadedModel, *, summed: bool = False, on: tuple[str, ...] = ("he
 
         return visit
 
-    loss = NextTokenLoss.of(some_ids().to(lm.device), LENGTHS, summed=summed)
+    loss = NextTokenLoss.of(some_ids().to(lm.device), LENGTHS)
     backward(lm, loss, **{f"on_{name}": keep(name) for name in on})
     return found
 
 
-def check(lm: LoadedModel, found: Found, bound: float, *, reduction: str = "mean") -> None:
+def check(lm: LoadedModel, found: Found, bound: float) -> None:
     for row, length in enumerate(LENGTHS):
         expected = traced(
-            lm, lambda row=row, length=length: next_token_loss(lm, some_ids()[row, :length].to(lm.device), reduction)
+            lm, lambda row=row, length=length: next_token_loss(lm, some_ids()[row, :length].to(lm.device))
         )
         assert found["heads"].keys() == found["outputs"].keys() == expected.keys()
         for layer, each in expected.items():
@@ -73,11 +82,6 @@ def test_derivatives_are_those_of_single_sequences(family: str, device: torch.de
     dtype = torch.float32 if family in SINGLE else torch.float64
     lm = on(device, make_loaded(family, dtype=dtype))
     check(lm, visited(lm), 2e-4 if family in SINGLE else 1e-6)
-
-
-def test_summed_losses_have_summed_derivatives() -> None:
-    lm = make_loaded("llama", dtype=torch.float64)
-    check(lm, visited(lm, summed=True), 1e-6, reduction="sum")
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 2])
@@ -191,3 +195,78 @@ def test_quantised_weights_without_derivatives_are_refused(lost: str, path: str)
         UnsupportedModelError, match=rf"^{path}, a _Packed, has quantised weights through which no deri"
     ):
         headscan.importance(lm, ids)
+
+
+SEQUENCES, TOKENS = 2, 128
+
+
+@pytest.fixture
+def by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep no graph of all blocks, however small."""
+    monkeypatch.setattr(head_importance, "_GRAPH_BYTES", 0)
+
+
+def plain_backward(lm: LoadedModel, ids: torch.Tensor) -> int:
+    """Return the peak bytes of a plain backward pass by the weights."""
+
+    def way() -> None:
+        with torch.enable_grad():
+            logits = lm.model(input_ids=ids).logits
+            F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        lm.model.zero_grad()
+
+    return peak_bytes(lm, way)
+
+
+def frozen_backward(lm: LoadedModel, ids: torch.Tensor) -> int:
+    """Return the peak bytes of a plain backward pass by the embeddings alone."""
+    lm.model.requires_grad_(False)
+    embedded = lm.model.get_input_embeddings()(ids).requires_grad_()
+
+    def way() -> None:
+        with torch.enable_grad():
+            logits = lm.model(inputs_embeds=embedded).logits
+            F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+
+    found = peak_bytes(lm, way)
+    lm.model.requires_grad_(True)
+    return found
+
+
+def test_decoders_need_the_memory_of_about_one_block(by_blocks: None) -> None:
+    lm = make_model("135M", TOKENS, "cpu", torch.float32, layers=4)
+    ids = torch.randint(6, 1024, (SEQUENCES, TOKENS))
+    loss = NextTokenLoss.of(ids, [TOKENS] * SEQUENCES)
+    head_gradients(lm, loss)
+    assert peak_bytes(lm, lambda: head_gradients(lm, loss)) < frozen_backward(lm, ids)
+
+
+def test_memory_grows_by_the_input_of_a_block(by_blocks: None) -> None:
+    """A block keeps tens of hidden states for its backward pass."""
+    ids = torch.randint(6, 1024, (SEQUENCES, TOKENS))
+    peaks = []
+    for layers in (2, 5):
+        lm = make_model("135M", TOKENS, "cpu", torch.float32, layers=layers)
+        loss = NextTokenLoss.of(ids, [TOKENS] * SEQUENCES)
+        head_gradients(lm, loss)
+        weights = sum(weight.nbytes for weight in lm.model.parameters())
+        peaks.append(peak_bytes(lm, lambda lm=lm, loss=loss: head_gradients(lm, loss)) - weights)
+    hidden = SEQUENCES * TOKENS * 576 * 4
+    assert peaks[1] - peaks[0] < 3 * 1.2 * hidden
+
+
+def test_a_graph_of_all_blocks_needs_less_than_a_plain_pass() -> None:
+    lm = make_model("135M", TOKENS, "cpu", torch.float32, layers=4)
+    ids = torch.randint(6, 1024, (SEQUENCES, TOKENS))
+    loss = NextTokenLoss.of(ids, [TOKENS] * SEQUENCES)
+    head_gradients(lm, loss)
+    assert peak_bytes(lm, lambda: head_gradients(lm, loss)) < plain_backward(lm, ids)
+
+
+def test_encoders_need_less_than_a_plain_pass() -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
+    model = AutoModelForMaskedLM.from_config(BertConfig(vocab_size=1024, **sizes)).eval()
+    lm = LoadedModel(model, None, discover(model), "bert")
+    ids = torch.randint(6, 1024, (SEQUENCES, TOKENS))
+    loss = MaskedTokenLoss.of(ids, [TOKENS] * SEQUENCES, 5)
+    assert peak_bytes(lm, lambda: head_gradients(lm, loss)) < plain_backward(lm, ids)

@@ -88,13 +88,12 @@ SHARDINGS = {"two devices": Sharding(("cpu", "cpu"), ((0, 1), (1, 3))), "disk": 
 
 
 @pytest.mark.parametrize("name", SHARDINGS)
-@pytest.mark.parametrize("family", ["llama", "bert"])
-def test_sharded_models(name: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharded_encoders(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    make_model(family).save_pretrained(tmp_path / family)
-    whole, sharded = (headscan.load(tmp_path / family, device=device) for device in ("cpu", SHARDINGS[name]))
-    losses = {"llama": NextTokenLoss.of(some_ids(), LENGTHS), "bert": MaskedTokenLoss.of(some_ids(), LENGTHS, MASK)}
-    expected, found = (head_gradients(lm, losses[family])[lm.grid.kind].tokens for lm in (whole, sharded))
+    make_model("bert").save_pretrained(tmp_path / "bert")
+    whole, sharded = (headscan.load(tmp_path / "bert", device=device) for device in ("cpu", SHARDINGS[name]))
+    loss = MaskedTokenLoss.of(some_ids(), LENGTHS, MASK)
+    expected, found = (head_gradients(lm, loss)[lm.grid.kind].tokens for lm in (whole, sharded))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     assert all(weight.requires_grad for weight in sharded.model.parameters())
 
@@ -191,23 +190,6 @@ def test_a_gate_of_zero_changes_the_loss_as_its_derivative_says() -> None:
         losses.append(torch.stack(of_all))
     difference = (losses[0] - losses[1]) / (2 * step)
     torch.testing.assert_close(found[:, 1, 2].double(), difference, rtol=1e-2, atol=1e-5)
-
-
-def test_a_sequence_has_the_same_importance_in_any_batch() -> None:
-    lm = make_loaded("gemma3")
-    whole = importance(lm, some_ids(), LENGTHS)
-    for row, length in enumerate(LENGTHS):
-        alone = importance(lm, some_ids()[row : row + 1, :length])
-        for name in ("gate_gradient", "importance"):
-            torch.testing.assert_close(alone[name][0], whole[name][row], rtol=1e-4, atol=1e-6)
-
-
-def test_half_precision_sums_in_float32() -> None:
-    full, half = (
-        importance(make_loaded("llama", dtype=dtype), some_ids(), LENGTHS)["gate_gradient"]
-        for dtype in (torch.float32, torch.bfloat16)
-    )
-    assert half.dtype == torch.float32 and (half - full).norm() < 0.1 * full.norm()
 
 
 def test_summed_losses_scale_with_the_scored_tokens() -> None:

@@ -107,9 +107,11 @@ def oracle(lm: LoadedModel, plan: PlainPlan, ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def in_chunks(lm: LoadedModel, cache: PlanCache, ids: Tensor, chunks: Iterable[int], **inputs: Tensor) -> Tensor:
-    """Return the logits of passes over consecutive chunks of these sizes; the inputs are cut alike."""
-    logits, first = [], 0
+def in_chunks(
+    lm: LoadedModel, cache: PlanCache, ids: Tensor, chunks: Iterable[int], first: int = 0, **inputs: Tensor
+) -> Tensor:
+    """Return the logits of passes over consecutive chunks of these sizes from ``first`` on; inputs are cut alike."""
+    logits = []
     for size in chunks:
         part = slice(first, first + size)
         more = {name: x[:, : part.stop] if name == "attention_mask" else x[:, part] for name, x in inputs.items()}

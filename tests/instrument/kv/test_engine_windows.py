@@ -71,7 +71,7 @@ def expected_logits(lm: Any, plan: PlainPlan, ids: Tensor, unseen: int = 0) -> T
     return explicit_logits(lm, plan, ids, causal, text, window)
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(10))
 def test_passes_cut_anywhere_and_window_masks_give_the_same_logits(seed: int) -> None:
     lm, plan = make_loaded("llama", dtype=torch.float64), random_engine_plan(seed)
     N = random.Random(seed).randrange(1, 90)
@@ -92,7 +92,7 @@ def test_an_evicted_context(seed: int) -> None:
     assert error(found, expected_logits(lm, plan, ids, context)) <= 1e-6
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("padding", ["left", "inside", "right"])
 def test_rows_with_padding_have_the_positions_of_their_own_text(seed: int, padding: str) -> None:
     lm, plan = make_loaded("llama", dtype=torch.float64), random_engine_plan(300 + seed)
@@ -125,11 +125,12 @@ def test_crop_and_changes_of_rows(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_crop_without_recording_removes_tokens_that_freed_none(seed: int) -> None:
+@pytest.mark.parametrize(("block", "chunk"), [(4, 8), (1, 1)])
+def test_crop_without_recording_removes_tokens_that_freed_none(seed: int, block: int, chunk: int) -> None:
     """Tokens can be removed as long as no slot was used twice."""
     lm = make_loaded("llama", dtype=torch.float64)
-    window = Window(3, 5 + seed, 4, 8)
-    plan = replace(plan_of([[("window", 3, 5 + seed), FULL]] * 3), block=4, chunk=8)
+    window = Window(3, 5 + seed, block, chunk)
+    plan = replace(plan_of([[("window", 3, 5 + seed), FULL]] * 3), block=block, chunk=chunk)
     ids, cache = some_ids(2, 60), PlanCache(plan)
     in_chunks(lm, cache, ids[:, : window.width], (window.width,))
     cache.crop(-6)
@@ -137,6 +138,8 @@ def test_crop_without_recording_removes_tokens_that_freed_none(seed: int) -> Non
     assert error(found, expected_logits(lm, plan, ids)[:, window.width - 6 :]) <= 1e-6
     with pytest.raises(PlanMismatchError, match="have been freed"):
         cache.crop(-6)
+    with pytest.raises(ValueError, match="pass a negative number"):
+        cache.crop(3)
 
 
 @pytest.mark.parametrize("family", ["gemma2-softcap", "gpt_oss", "falcon-alibi"])
@@ -194,7 +197,7 @@ def test_bytes_count_the_blocks_that_the_last_token_sees(seed: int) -> None:
         assert cache.nbytes == token * kept
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(15))
 def test_slots_suffice_for_every_window(seed: int) -> None:
     draw = random.Random(seed)
     block = draw.choice((1, 2, 3, 8, 16))
@@ -213,7 +216,7 @@ def test_slots_suffice_for_every_window(seed: int) -> None:
 
 
 @pytest.mark.skipif(not SERVED.exists(), reason="the plugin is not in this tree")
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(15))
 def test_the_plugin_for_vllm_has_the_same_rule(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_from_file_location("served_plan", SERVED)
     assert spec is not None and spec.loader is not None

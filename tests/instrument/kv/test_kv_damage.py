@@ -26,30 +26,9 @@ SINK, RECENT, LENGTHS = 2, 9, [50, 41, 33]
 #: GQA, MHA, MQA, biases, partial rotary, parallel blocks, hybrid sliding layers, soft caps, learned sinks, values
 #: narrower than keys, a hybrid with linear attention, shared keys, chunked attention, SDPA inside the model.
 FAMILIES = (
-    "llama",
-    "llama-mha",
-    "llama-mqa-wide",
-    "qwen2",
-    "qwen3",
-    "gpt_neox",
-    "phi",
-    "stablelm",
-    "cohere",
-    "gpt2",
-    "opt",
-    "granite",
-    "gemma2-softcap",
-    "gemma3",
-    "gemma3n",
-    "gpt_oss",
-    "mimo_v2_flash",
-    "qwen3_next",
-    "jamba",
-    "llama4",
-    "falcon-gqa",
-    "falcon-alibi",
-    "mixtral",
-)
+    "llama llama-mha llama-mqa-wide qwen2 qwen3 gpt_neox phi stablelm cohere gpt2 opt granite gemma2-softcap gemma3 "
+    "gemma3n gpt_oss mimo_v2_flash qwen3_next jamba llama4 falcon-gqa falcon-alibi mixtral"
+).split()
 
 
 #: Their experts have no kernel in float64.
@@ -78,7 +57,7 @@ def test_damage_is_the_derivative_of_an_explicit_mixture(family: str) -> None:
         assert found.nanmean(0)[absent].isnan().all()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt2"])
 def test_damage_is_a_finite_difference(family: str) -> None:
     lm, ids, step = make_loaded(family, dtype=torch.float64), some_ids(1), 2e-3  # norms round to float32
     heads = list(window_candidates(lm))
@@ -97,19 +76,12 @@ def test_damage_is_a_finite_difference(family: str) -> None:
 def test_a_sequence_has_the_same_damage_alone_in_any_batch_and_in_parts_of_the_head(monkeypatch) -> None:
     lm, ids = make_loaded("llama"), some_ids()
     whole = kv_damages_by_sequence(lm, ids, LENGTHS, SINK, RECENT)
+    lists = [row[:length].tolist() for row, length in zip(ids, LENGTHS, strict=True)]
+    torch.testing.assert_close(headscan.kv_damage(lm, lists, None, SINK, RECENT), whole.nanmean(0), equal_nan=True)
     split = kv_damages_by_sequence(lm, ids, LENGTHS, SINK, RECENT, batch_tokens=1)
     torch.testing.assert_close(split, whole, rtol=1e-4, atol=1e-7)
     monkeypatch.setattr("headscan.gradients.losses._LOGITS", 1)
     torch.testing.assert_close(kv_damages_by_sequence(lm, ids, LENGTHS, SINK, RECENT), whole, rtol=1e-4, atol=1e-7)
-
-
-def test_block_by_block_equals_one_graph(monkeypatch) -> None:
-    lm, ids = make_loaded("qwen2", dtype=torch.float64), some_ids()
-    blockwise = headscan.kv_damage(lm, ids, LENGTHS, SINK, RECENT)
-    lists = [row[:length].tolist() for row, length in zip(ids, LENGTHS, strict=True)]
-    torch.testing.assert_close(headscan.kv_damage(lm, lists, None, SINK, RECENT), blockwise)
-    monkeypatch.setattr("headscan.gradients.backward.same_output", lambda *_: False)
-    torch.testing.assert_close(headscan.kv_damage(lm, ids, LENGTHS, SINK, RECENT), blockwise, rtol=1e-6, atol=1e-9)
 
 
 def test_only_the_last_tokens_can_be_scored() -> None:
@@ -229,23 +201,6 @@ def test_models_without_candidates_are_refused_on_one_line(family: str, words: s
 def test_gates_out_of_range_are_refused(gates: tuple[float, ...]) -> None:
     with pytest.raises(PlanMismatchError, match="gates="):
         headscan.kv_damage(make_loaded("llama"), some_ids(), LENGTHS, SINK, RECENT, gates=gates)
-
-
-def test_an_exception_leaves_no_hook_and_no_frozen_weight(monkeypatch) -> None:
-    lm, ids = make_loaded("llama"), some_ids()
-    before = lm.model(input_ids=ids).logits
-    hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in lm.model.modules()]
-
-    def fail(*_: object) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr("headscan.gradients.backward.same_output", fail)
-    with pytest.raises(ZeroDivisionError):
-        headscan.kv_damage(lm, ids, LENGTHS, SINK, RECENT)
-    assert all(weight.requires_grad and weight.grad is None for weight in lm.model.parameters())
-    after = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in lm.model.modules()]
-    assert after == hooks
-    assert torch.equal(lm.model(input_ids=ids).logits, before)
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon-gqa", "gemma2-softcap"])

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headscan.architectures import VOCABULARY
-from headscan.attention.cache_attention import CachedHeads
+from headscan.attention.cache_attention import PLAIN, CachedHeads, ScoreTerms
 from headscan.attention.calls import ScoredCall
 from headscan.attention.fused import CudaKernels
 from headscan.kv import decode_attention
@@ -166,7 +166,7 @@ def test_single_tokens(name: str, dtype: torch.dtype, operators: Operators, devi
     run = Decoding(GROUPS[name], device, dtype)
     outs = [run.step(30), run.step(1)]  # the first call of a kernel is checked, which waits
     kept = sum(window != DROPPED for _, window in run.groups)
-    for _ in range(280):
+    for _ in range(120):  # beyond the first block of keys
         operators.names.clear()
         with no_waits(device), operators:
             outs.append(run.step(1))
@@ -273,3 +273,24 @@ def test_numbers_of_one_query_keys_can_be_read(operators: Operators) -> None:
         assert torch.equal(found, F.scaled_dot_product_attention(query, keys, values, enable_gqa=True, **more))
     assert OneQueryKeys.of(keys.float(), values)[0].dtype == torch.float32
     assert type(OneQueryKeys.of(keys.float(), values)[0]) is Tensor
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("terms", [PLAIN, ScoreTerms(softcap=2.0)])
+def test_a_decoding_step_never_waits_for_the_device(padded: bool, terms: ScoreTerms) -> None:
+    groups = (((1, 4), None), ((0, 3), Window(2, 7)), ((2,), Window(0, 0)))
+    layer = PlanLayer("layer 0", groups, "window", None, MaskReader())
+
+    # Reading a number, and copying a list or a scalar from the host.
+    def waits(tokens: int) -> set[str]:
+        new, query = torch.randn(2, 5, tokens, 4), torch.randn(2, 10, tokens, 4)
+        total = layer.tokens + tokens
+        mask = torch.ones(total, total, dtype=torch.bool).tril()[-tokens:].repeat(2, 1, 1, 1)
+        mask[1, ..., :3] = False
+        with Operators() as seen:
+            key, _ = layer.update(new, new)
+            key.source.attend(query, mask if padded else None, None, terms)
+        return {"_local_scalar_dense", "nonzero", "item", "lift_fresh", "_to_copy"} & set(seen.names)
+
+    waits(12)
+    assert not waits(1) and not waits(1)

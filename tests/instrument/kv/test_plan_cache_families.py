@@ -13,7 +13,7 @@ from tests.benchmarks.bench_cache import CacheLoad, fill, half_windows, held_byt
 from tests.benchmarks.overhead import make_model
 from tests.devices import assert_near, on
 from tests.instrument.kv.cache_plans import FULL, error, greedily, in_chunks, make_cache, oracle, random_plan, some_ids
-from tests.small_models import make_loaded
+from tests.small_models import make_loaded, slow
 
 #: Largest error of the logits, relative to the largest one.
 BOUND = 1e-5
@@ -45,33 +45,26 @@ FEW = (
     "llama llama-mha llama-mqa-wide qwen2 qwen3 stablelm gpt2 qwen3_next jamba falcon_h1 gemma3 gemma2-softcap gpt_oss"
     " mimo_v2_flash falcon-alibi gemma3n llava"
 ).split()
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in WORKING if name not in FEW]
-
-
-@pytest.mark.parametrize("family", [*FEW, *SLOW])
-def test_greedy_decoding_equals_the_oracle(family: str) -> None:
-    lm = make_loaded(family)
-    plan = random_plan(lm)
-    ids, logits = greedily(lm, make_cache(lm, plan), some_ids(2, 40), 16)
-    assert error(logits, oracle(lm, plan, ids[:, :-1])) <= LOOSE.get(family, BOUND)
+SLOW = slow(*(name for name in WORKING if name not in FEW))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", [*FEW, *SLOW])
-def test_chunks_equal_the_oracle(family: str, device: torch.device) -> None:
-    if family in STEPWISE:
-        pytest.skip("its recurrent layers continue token by token only")
-    lm, ids = on(device, make_loaded(family)), some_ids(2, 60).to(device)
-    plan = random_plan(lm, seed=1)
-    logits = in_chunks(lm, make_cache(lm, plan), ids, (3, 30, 1, 1, 17, 8))
-    bound = BOUND if device.type == "cpu" else GPU_BOUND
-    assert error(logits, oracle(lm, plan, ids)) <= max(bound, LOOSE.get(family, 0.0))
+def test_greedy_decoding_and_chunks_equal_the_oracle(family: str, device: torch.device) -> None:
+    lm, plan = on(device, make_loaded(family)), random_plan(make_loaded(family))
+    bound = max(BOUND if device.type == "cpu" else GPU_BOUND, LOOSE.get(family, 0.0))
+    ids, logits = greedily(lm, make_cache(lm, plan), some_ids(2, 40).to(device), 8)
+    assert error(logits, oracle(lm, plan, ids[:, :-1])) <= bound
+    if family not in STEPWISE:
+        ids, plan = some_ids(2, 60).to(device), random_plan(lm, seed=1)
+        logits = in_chunks(lm, make_cache(lm, plan), ids, (3, 30, 1, 1, 17, 8))
+        assert error(logits, oracle(lm, plan, ids)) <= bound
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "family", ["llama", "gpt_oss", "llama-mha", "llama-mqa-wide", "gemma2-softcap", "gemma3", "mimo_v2_flash", "qwen3"]
+    "family", "llama gpt_oss llama-mha llama-mqa-wide gemma2-softcap gemma3 mimo_v2_flash qwen3 falcon-mqa".split()
 )
 def test_padded_chunks_equal_the_oracle(family: str, dtype: torch.dtype, device: torch.device) -> None:
     """The second sequence starts later, and must not notice."""

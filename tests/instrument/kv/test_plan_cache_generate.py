@@ -1,36 +1,35 @@
-"""PlanCache in `generate`: every way to decode, padded batches, chunks, and changes of rows."""
+"""PlanCache in `generate`: every way to decode, padded batches, and passes of any mode in any order."""
 
 from __future__ import annotations
 
 import copy
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 from transformers import Cache, DynamicCache
 
 import headscan
-from headscan.attention.cache_attention import PLAIN, ScoreTerms
 from headscan.attention.hooks import attention_hook
-from headscan.errors import PlanMismatchError, UnsupportedModelError
+from headscan.errors import UnsupportedModelError
 from headscan.kv.kv_windows import KvWindows, windowed
 from headscan.kv.padded_masks import MaskReader
 from headscan.kv.plan_cache import PlanCache
-from headscan.kv.plan_layer import PlanLayer
 from headscan.models.loaded_model import LoadedModel
-from headscan.windows import Window
 from tests.instrument.kv.cache_plans import (
     DROP,
     FULL,
-    MIXED,
     NARROW,
     WIDE,
     error,
     explicit_logits,
-    greedily,
     in_chunks,
-    make_cache,
     oracle,
     plan_of,
     random_plan,
@@ -89,8 +88,7 @@ def test_full_heads_decode_as_transformers_cache(way: str) -> None:
     assert torch.equal(generate(lm, PlanCache(random_plan(lm, [FULL])), way), expected)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "plan"), [("greedy", "neighbours"), *((way, "scattered") for way in WAYS)])
 def test_windows_decode_as_the_oracle(way: str, plan: str) -> None:
     lm = make_loaded("llama")
     found = generate(lm, PlanCache(PLANS[plan]), way)
@@ -124,36 +122,6 @@ def test_rejected_tokens_leave_the_cache(monkeypatch: pytest.MonkeyPatch) -> Non
     plain = PlanCache(PLANS["scattered"])
     in_chunks(lm, plain, ids, (ids.shape[1] - 1,))
     assert cache.nbytes == plain.nbytes
-
-
-@pytest.mark.parametrize("kinds", [MIXED, (FULL,), (NARROW, WIDE), (DROP, ("window", 1, 1)), (("window", 0, 5), FULL)])
-@pytest.mark.parametrize("chunks", [(60,), (1,) * 60, (5, 35, 1, 1, 18), (20, 20, 20), (1, 1, 1, 57)])
-def test_any_chunks_equal_the_oracle(kinds: tuple[Any, ...], chunks: tuple[int, ...]) -> None:
-    lm, ids = make_loaded("llama-mha"), some_ids(2, 60)
-    plan = random_plan(lm, kinds)
-    assert error(in_chunks(lm, make_cache(lm, plan), ids, chunks), oracle(lm, plan, ids)) <= 1e-5
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2-softcap", "gpt_oss", "falcon-mqa"])
-@pytest.mark.parametrize("chunks", [(60,), (5, 35, 1, 1, 18), (1,) * 60, (20, 1, 1, 38)])
-def test_rows_padded_on_the_left_equal_rows_alone(family: str, chunks: tuple[int, ...]) -> None:
-    lm, pad = make_loaded(family), (0, 13, 31)
-    plan, ids = random_plan(lm, seed=2), some_ids(3, 60)
-    mask = torch.ones_like(ids)
-    for row, width in enumerate(pad):
-        mask[row, :width] = 0
-    position = (mask.cumsum(-1) - 1).clamp_min(0)
-    cache = make_cache(lm, plan)
-    found = in_chunks(lm, cache, ids, chunks, attention_mask=mask, position_ids=position)
-    assert found.isfinite().all()
-    for row, width in enumerate(pad):
-        assert error(found[row, width:], oracle(lm, plan, ids[row : row + 1, width:])[0]) <= 1e-5
-
-
-def test_position_biases_in_chunks() -> None:
-    lm, ids = make_loaded("falcon-alibi"), some_ids(2, 50)
-    plan = random_plan(lm, seed=3)
-    assert error(in_chunks(lm, make_cache(lm, plan), ids, (20, 1, 1, 28)), oracle(lm, plan, ids)) <= 1e-5
 
 
 def test_rows_that_are_padded_decode_in_every_way() -> None:
@@ -197,62 +165,6 @@ def test_the_first_pass_can_see_all_keys() -> None:
     assert error(found, explicit_full_prefill(lm, plan, ids, 40)) <= 1e-5
 
 
-def test_contexts_within_the_windows_lose_nothing() -> None:
-    lm, ids = make_loaded("llama"), some_ids(2, 24)
-    plan = random_plan(lm, [WIDE])
-    cache, whole = PlanCache(plan), DynamicCache(config=lm.model.config)
-    found, expected = in_chunks(lm, cache, ids, (20, 1, 3)), in_chunks(lm, whole, ids, (20, 1, 3))  # type: ignore[arg-type]
-    assert error(found, expected) <= 1e-6
-    assert cache.nbytes == sum(layer.keys.nbytes + layer.values.nbytes for layer in whole.layers)
-
-
-@pytest.mark.parametrize("record", [False, True])
-def test_crop(record: bool) -> None:
-    lm, ids = make_loaded("llama"), some_ids(2, 60)
-    plan = PLANS["scattered"]
-    cache = PlanCache(plan)
-    in_chunks(lm, cache, ids, (40,))
-    if record:
-        cache.activate_past_recording()
-    in_chunks(lm, cache, some_ids(2, 7), (6, 1))
-    if not record:
-        with pytest.raises(PlanMismatchError, match="cannot remove 7 tokens"):
-            cache.crop(-7)
-        assert cache.get_seq_length() == 47
-        return
-    cache.crop(-7)
-    assert cache.get_seq_length() == 40
-    found = in_chunks(lm, cache, ids[:, 40:], (1, 1, 18))
-    assert error(found, oracle(lm, plan, ids)[:, 40:]) <= 1e-5
-    with pytest.raises(ValueError, match="pass a negative number"):
-        cache.crop(3)
-
-
-def test_crop_within_the_window_needs_no_recording() -> None:
-    lm, ids = make_loaded("llama"), some_ids(1, 50)
-    plan = plan_of([[FULL, WIDE]] * 3)
-    cache = PlanCache(plan)
-    in_chunks(lm, cache, some_ids(1, 21), (20, 1))
-    cache.crop(-21)
-    found = in_chunks(lm, cache, ids, (10, 1, 39))
-    assert error(found, oracle(lm, plan, ids)) <= 1e-5
-
-
-def test_rows_can_be_selected_repeated_and_reordered() -> None:
-    lm, ids = make_loaded("llama"), some_ids(3, 60)
-    plan = PLANS["scattered"]
-    for change, rows in (
-        (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
-        (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
-        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
-    ):
-        cache = PlanCache(plan)
-        in_chunks(lm, cache, ids, (40,))
-        change(cache)
-        found = in_chunks(lm, cache, ids[rows, 40:], (1, 19))
-        assert error(found, oracle(lm, plan, ids[rows])[:, 40:]) <= 1e-5
-
-
 def test_a_cache_can_be_used_again_and_copied() -> None:
     lm, ids = make_loaded("llama"), some_ids(2, 50)
     plan = PLANS["scattered"]
@@ -264,30 +176,6 @@ def test_a_cache_can_be_used_again_and_copied() -> None:
     twin = copy.deepcopy(cache)
     for each in (cache, twin):
         assert error(in_chunks(lm, each, ids[:, 30:], (1, 19)), oracle(lm, plan, ids)[:, 30:]) <= 1e-5
-
-
-def test_bfloat16() -> None:
-    lm, ids = make_loaded("llama", dtype=torch.bfloat16), some_ids(2, 60)
-    plan = PLANS["scattered"]
-    cache = PlanCache(plan)
-    found, exact = in_chunks(lm, cache, ids, (40, 1, 1, 18)), oracle(make_loaded("llama"), plan, ids)
-    masked = oracle(lm, plan, ids)
-    assert found.dtype == torch.bfloat16
-    # Both round; the cache may not be further from float32 than the oracle is.
-    assert (found - exact).abs().mean() <= 1.2 * (masked - exact).abs().mean() + 1e-3
-
-
-@torch.enable_grad()
-def test_gradients_flow_within_one_pass() -> None:
-    lm, ids = make_loaded("llama"), some_ids(1, 40)
-    plan = PLANS["neighbours"]
-    weight = lm.model.model.layers[0].self_attn.k_proj.weight
-    loss = lm.model(input_ids=ids, past_key_values=PlanCache(plan)).logits.square().mean()
-    (found,) = torch.autograd.grad(loss, [weight])
-    with headscan.intervene(lm, KvWindows(plan.kept)):
-        loss = lm.model(input_ids=ids, use_cache=False).logits.square().mean()
-    (expected,) = torch.autograd.grad(loss, [weight])
-    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("additive", [False, True])
@@ -328,46 +216,6 @@ def test_a_mask_may_not_move_the_start_of_a_row() -> None:
             lm.model(ids[:, -size:], past_key_values=cache, **other)
 
 
-def test_tokens_of_a_greedy_step_match_without_generate() -> None:
-    lm = make_loaded("llama")
-    ids, _ = greedily(lm, PlanCache(PLANS["scattered"]), some_ids(2, 30), 24)
-    assert torch.equal(ids, generate(lm, PlanCache(PLANS["scattered"]), "greedy", eos_token_id=None))
-
-
-class Operations(TorchDispatchMode):
-    """Names of all operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("terms", [PLAIN, ScoreTerms(softcap=2.0)])
-def test_a_decoding_step_never_waits_for_the_device(padded: bool, terms: ScoreTerms) -> None:
-    groups = (((1, 4), None), ((0, 3), Window(2, 7)), ((2,), Window(0, 0)))
-    layer = PlanLayer("layer 0", groups, "window", None, MaskReader())
-
-    def step(tokens: int) -> set[str]:
-        new, query = torch.randn(2, 5, tokens, 4), torch.randn(2, 10, tokens, 4)
-        total = layer.tokens + tokens
-        mask = torch.ones(total, total, dtype=torch.bool).tril()[-tokens:].repeat(2, 1, 1, 1)
-        mask[1, ..., :3] = False
-        with Operations() as seen:
-            key, _ = layer.update(new, new)
-            key.source.attend(query, mask if padded else None, None, terms)
-        return seen.names
-
-    step(12)
-    # Reading a number, and copying a list or a scalar from the host.
-    waits = {"_local_scalar_dense", "nonzero", "item", "lift_fresh", "_to_copy"}
-    assert not step(1) & waits and not step(1) & waits
-
-
 @pytest.mark.slow
 def test_compiled_models_generate_the_same_tokens() -> None:
     """Without a code generator: the graphs and their breaks are those of every backend."""
@@ -375,3 +223,137 @@ def test_compiled_models_generate_the_same_tokens() -> None:
     expected = generate(lm, PlanCache(PLANS["scattered"]), "greedy", tokens=8)
     lm.model.forward = torch.compile(lm.model.forward, backend="eager")  # type: ignore[method-assign]
     assert torch.equal(generate(lm, PlanCache(PLANS["scattered"]), "greedy", tokens=8), expected)
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "grad": torch.enable_grad,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "bfloat16": partial(torch.autocast, "cpu", torch.bfloat16),
+}
+SHARED_PLANS = {"windows": plan_of([[NARROW, FULL], [DROP, FULL], [WIDE, NARROW]]), "full": plan_of([[FULL, FULL]] * 3)}
+
+
+def passes(lm: LoadedModel, cache: Cache, ids: Tensor, modes: list[str], sizes: list[int]) -> list[Tensor]:
+    logits, first = [], 0
+    for mode, size in zip(modes, sizes, strict=True):
+        with MODES[mode]():
+            logits.append(lm.model(ids[:, first : first + size], past_key_values=cache).logits)
+        first += size
+    return logits
+
+
+@torch.enable_grad()
+@pytest.mark.parametrize("plan", SHARED_PLANS)
+@pytest.mark.parametrize("sizes", [[30, 1, 9], [1, 1, 38]])
+def test_passes_in_any_order_of_modes(plan: str, sizes: list[int]) -> None:
+    lm, ids = make_loaded("llama"), some_ids(2, 40)
+    expected = oracle(lm, SHARED_PLANS[plan], ids)
+    for modes in product(["grad", "no_grad", "inference"], repeat=3):
+        found = passes(lm, PlanCache(SHARED_PLANS[plan]), ids, list(modes), sizes)
+        assert error(torch.cat([each.detach() for each in found], 1), expected) <= 1e-5
+        if modes[-1] == "grad":
+            found[-1].sum().backward()
+
+
+@torch.enable_grad()
+@pytest.mark.parametrize("sizes", [[40], [20, 1, 19], [39, 1], [1, 1, 1, 37]])
+@pytest.mark.parametrize("frozen", ["nothing", "all but queries"])
+@pytest.mark.parametrize("plan", SHARED_PLANS)
+def test_gradients_through_several_passes(plan: str, frozen: str, sizes: list[int]) -> None:
+    lm, ids = make_loaded("llama"), some_ids(2, 40)
+    weights = [block.self_attn.q_proj.weight for block in lm.model.model.layers]
+    if frozen == "nothing":
+        weights += [block.self_attn.k_proj.weight for block in lm.model.model.layers[:2]]
+    else:
+        lm.model.requires_grad_(False)
+        for weight in weights:
+            weight.requires_grad_(True)
+    with headscan.intervene(lm, KvWindows(SHARED_PLANS[plan].kept)):
+        loss = lm.model(ids, use_cache=False).logits.square().mean()
+    expected = torch.autograd.grad(loss, weights, allow_unused=True)
+    found_logits = passes(lm, PlanCache(SHARED_PLANS[plan]), ids, ["grad"] * len(sizes), sizes)
+    found = torch.autograd.grad(torch.cat(found_logits, 1).square().mean(), weights, allow_unused=True)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or error(ours, theirs) <= 1e-4
+
+
+@torch.enable_grad()
+@pytest.mark.parametrize("later", ["no_grad", "inference"])
+def test_passes_without_gradients_leave_earlier_graphs_as_they_are(later: str) -> None:
+    lm, ids = make_loaded("llama"), some_ids(1, 40)
+    weight = lm.model.model.layers[0].self_attn.k_proj.weight
+    for plan in SHARED_PLANS.values():
+        gradients = []
+        for sizes in ([30], [30, 1, 1, 8]):
+            modes = ["grad", *[later] * (len(sizes) - 1)]
+            first = passes(lm, PlanCache(plan), ids, modes, sizes)[0]
+            gradients.append(torch.autograd.grad(first.square().mean(), [weight])[0])
+        assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("plan", SHARED_PLANS)
+@pytest.mark.parametrize("mode", ["no_grad", "inference", "grad", "bfloat16"])
+def test_generate_continues_a_prompt_read_in_any_mode(plan: str, mode: str) -> None:
+    lm, ids = make_loaded("llama"), some_ids(2, 30)
+    options: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 1}
+    mask = torch.ones_like(ids)
+    cache = PlanCache(SHARED_PLANS[plan])
+    passes(lm, cache, ids[:, :20], [mode], [20])
+    found = lm.model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+    if mode == "bfloat16":  # rounded keys may change a token
+        assert found.shape == (2, 38)
+        return
+    assert torch.equal(
+        found, lm.model.generate(ids, attention_mask=mask, past_key_values=PlanCache(SHARED_PLANS[plan]), **options)
+    )
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("llama", [30, 1, 9]), ("gpt_oss", [1, 1, 38])])
+def test_autocast_in_any_pass(family: str, sizes: list[int]) -> None:
+    """Rounding in some passes costs no more than with DynamicCache."""
+    lm, ids = make_loaded(family), some_ids(2, 40)
+    plans = [random_plan(lm, [FULL]), random_plan(lm, (NARROW, FULL, WIDE), seed=1)]
+    exact = [oracle(lm, plan, ids) for plan in plans]
+    orders = [list(modes) for modes in product(["no_grad", "bfloat16"], repeat=3)]
+    rounded = [
+        error(torch.cat(passes(lm, DynamicCache(config=lm.model.config), ids, modes, sizes), 1), exact[0])
+        for modes in orders
+    ]
+    if lm.model.config._attn_implementation == "eager":
+        PlanCache(plans[0], lm.model.config)
+        lm.model.set_attn_implementation("headscan-cache")
+    for modes, bound in zip(orders, rounded, strict=True):
+        for plan, expected in zip(plans, exact, strict=True):
+            cache = PlanCache(plan, lm.model.config)
+            assert error(torch.cat(passes(lm, cache, ids, modes, sizes), 1), expected) <= 3 * bound + 1e-5
+
+
+@pytest.mark.parametrize("seed", range(5))
+@torch.enable_grad()
+def test_rows_and_lengths_change_between_modes(seed: int) -> None:
+    lm, ids, draw = make_loaded("llama"), some_ids(3, 60), random.Random(seed)
+    plan = random_plan(lm, (NARROW, WIDE, FULL, DROP), seed)
+    cache, rows, at = PlanCache(plan), [0, 1, 2], 0
+    modes = [draw.choice(["grad", "no_grad", "inference"]) for _ in range(6)]
+    for mode, size in zip(modes, (25, 1, 6, 1, 1, 9), strict=True):
+        with MODES[mode]():
+            found = lm.model(ids[rows, at : at + size], past_key_values=cache).logits
+        at += size
+        assert error(found.detach(), oracle(lm, plan, ids[rows, :at])[:, -size:]) <= 1e-5
+        with MODES[draw.choice(["grad", "no_grad", "inference"])]():
+            change = draw.choice(("none", "reorder", "repeat and select", "crop"))
+            if change == "reorder":
+                chosen = draw.choices(range(len(rows)), k=len(rows))
+                cache.reorder_cache(torch.tensor(chosen))
+                rows = [rows[each] for each in chosen]
+            elif change == "repeat and select":
+                cache.batch_repeat_interleave(2)
+                cache.batch_select_indices(torch.arange(0, 2 * len(rows), 2))
+            elif change == "crop":
+                cache.activate_past_recording()
+                lm.model(ids[rows, :4], past_key_values=cache)
+                cache.crop(-4)
+                for layer in cache.layers:
+                    layer.record_past = False

@@ -1,10 +1,12 @@
-"""PlanCache with padding anywhere in a row equals explicit masks; other masks are refused."""
+"""PlanCache with padding anywhere in a row equals explicit masks; others are refused. Masks are read once per pass."""
 
 from __future__ import annotations
 
+import gc
 import random
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 import headscan
 from headscan.errors import UnsupportedModelError
 from headscan.kv.kv_windows import KvWindows
+from headscan.kv.padded_masks import MaskReader
 from headscan.kv.plan_cache import PlanCache
 from tests.instrument.kv.cache_plans import (
     DROP,
@@ -38,6 +41,10 @@ def causal(tokens: int) -> Tensor:
 
 def text_index(real_BN: Tensor) -> Tensor:
     return real_BN.cumsum(1) - 1
+
+
+def inputs_of(real: Tensor) -> dict[str, Tensor]:
+    return {"attention_mask": real.long(), "position_ids": text_index(real).clamp_min(0)}
 
 
 def random_padding(seed: int, rows: int, tokens: int) -> Tensor:
@@ -68,28 +75,27 @@ def random_chunks(seed: int, tokens: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_padding_anywhere_equals_explicit_masks(seed: int) -> None:
     lm, ids = make_loaded("llama", dtype=torch.float64), some_ids(3, 60)
     plan, real = random_plan(lm, MIXED if seed % 2 else (NARROW, WIDE), seed), random_padding(seed, 3, 60)
-    text = text_index(real)
-    inputs = {"attention_mask": real.long(), "position_ids": text.clamp_min(0)}
+    inputs = inputs_of(real)
     found = in_chunks(lm, PlanCache(plan), ids, random_chunks(seed, 60), **inputs)
-    expected = explicit_logits(lm, plan, ids, causal(60) & real[:, None], text)
+    expected = explicit_logits(lm, plan, ids, causal(60) & real[:, None], text_index(real))
     assert found.isfinite().all() and error(found[real], expected[real]) <= 1e-6
-    masked = {"attention_mask": (causal(60) & real[:, None])[:, None], "position_ids": text.clamp_min(0)}
+    inputs["attention_mask"] = (causal(60) & real[:, None])[:, None]
     with torch.no_grad(), headscan.intervene(lm, KvWindows(plan.kept)):
-        found = lm.model(ids, use_cache=False, **masked).logits
+        found = lm.model(ids, use_cache=False, **inputs).logits
     assert error(found[real], expected[real]) <= 1e-6
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("change", ["repeat", "reorder", "select", "crop"])
 def test_padding_stays_when_rows_change(seed: int, change: str) -> None:
     lm, ids, draw = make_loaded("llama", dtype=torch.float64), some_ids(3, 60), random.Random(seed)
     plan, real = random_plan(lm, (NARROW, WIDE, FULL), seed), random_padding(seed, 3, 60)
     rows, cache = [0, 1, 2], PlanCache(plan)
-    first = in_chunks(lm, cache, ids[:, :40], random_chunks(seed, 40), **inputs_of(real[:, :40]))
+    in_chunks(lm, cache, ids[:, :40], random_chunks(seed, 40), **inputs_of(real[:, :40]))
     if change == "repeat":
         cache.batch_repeat_interleave(2)
         rows = [0, 0, 1, 1, 2, 2]
@@ -102,37 +108,12 @@ def test_padding_stays_when_rows_change(seed: int, change: str) -> None:
     else:
         cache.activate_past_recording()
         more = torch.cat([real[:, :40], random_padding(seed + 1, 3, 12)], 1)
-        sizes = (4, 1, 7) if seed % 2 else (1, 1, 1, 9)
-        first = 40
-        for size in sizes:
-            part = slice(first, first + size)
-            lm.model(
-                ids[:, part],
-                past_key_values=cache,
-                attention_mask=more[:, : part.stop].long(),
-                position_ids=text_index(more)[:, part].clamp_min(0),
-            )
-            first += size
+        in_chunks(lm, cache, ids, (4, 1, 7) if seed % 2 else (1, 1, 1, 9), first=40, **inputs_of(more))
         cache.crop(-12)
     ids, real = ids[rows], real[rows]
-    text = text_index(real)
-    expected = explicit_logits(lm, plan, ids, causal(60) & real[:, None], text)
-    first = 40
-    for size in (1, 1, 13, 5):
-        part = slice(first, first + size)
-        with torch.no_grad():
-            found = lm.model(
-                ids[:, part],
-                past_key_values=cache,
-                attention_mask=real[:, : part.stop].long(),
-                position_ids=text[:, part].clamp_min(0),
-            ).logits
-        assert error(found[real[:, part]], expected[:, part][real[:, part]]) <= 1e-6
-        first += size
-
-
-def inputs_of(real: Tensor) -> dict[str, Tensor]:
-    return {"attention_mask": real.long(), "position_ids": text_index(real).clamp_min(0)}
+    expected = explicit_logits(lm, plan, ids, causal(60) & real[:, None], text_index(real))
+    found = in_chunks(lm, cache, ids, (1, 1, 13, 5), first=40, **inputs_of(real))
+    assert error(found[real[:, 40:]], expected[:, 40:][real[:, 40:]]) <= 1e-6
 
 
 def test_a_prefix_serves_a_batch_of_questions_that_are_padded_on_the_left() -> None:
@@ -179,22 +160,29 @@ def band(width: int) -> Tensor:
     return causal(40) & ~causal(40).tril(-width)
 
 
-@pytest.mark.parametrize("form", ["bool", "min", "-inf", "-1e9", "half"])
+FORMS = {"bool": None, "min": torch.finfo(torch.float32).min, "-inf": float("-inf"), "-1e9": -1e9, "half": -1e38}
+
+
 @pytest.mark.parametrize(
-    "rows",
+    ("form", "rows"),
     [
-        [documents(20, 20)],
-        [documents(2, 38)],
-        [documents(39, 1)],
-        [documents(10, 10, 10, 10)],
-        [documents(1, 1, 38), documents(20, 20)],
-        [documents(40), documents(25, 15)],
-        [documents(5, 35), documents(12, 28)],
-        [torch.block_diag(torch.zeros(6, 6), documents(14, 20)).bool()],
-        [prefix_lm(40)],
-        [prefix_lm(20, 20)],
-        [one_hole()],
-        [band(30)],
+        *((form, [documents(20, 20)]) for form in FORMS),
+        *(
+            ("min", rows)
+            for rows in [
+                [documents(2, 38)],
+                [documents(39, 1)],
+                [documents(10, 10, 10, 10)],
+                [documents(1, 1, 38), documents(20, 20)],
+                [documents(40), documents(25, 15)],
+                [documents(5, 35), documents(12, 28)],
+                [torch.block_diag(torch.zeros(6, 6), documents(14, 20)).bool()],
+                [prefix_lm(40)],
+                [prefix_lm(20, 20)],
+                [one_hole()],
+                [band(30)],
+            ]
+        ),
     ],
 )
 def test_other_masks_are_refused(rows: list[Tensor], form: str) -> None:
@@ -202,8 +190,7 @@ def test_other_masks_are_refused(rows: list[Tensor], form: str) -> None:
     seen = torch.stack(rows)[:, None]
     mask = seen
     if form != "bool":
-        low = {"min": torch.finfo(torch.float32).min, "-inf": float("-inf"), "-1e9": -1e9, "half": -1e38}[form]
-        mask = torch.zeros(seen.shape).masked_fill(~seen, low)
+        mask = torch.zeros(seen.shape).masked_fill(~seen, FORMS[form])
     positions = {} if form == "bool" else {"position_ids": torch.arange(40)[None] % 20}
     windows = KvWindows(PLAN.kept)
     refused = partial(pytest.raises, UnsupportedModelError, match="not causal with the same hidden tokens")
@@ -250,3 +237,34 @@ def test_masks_of_their_own_for_each_head(seed: int) -> None:
         with torch.no_grad():
             logits.append(lm.model(ids[:, -1:], attention_mask=mask, past_key_values=cache).logits)
     assert error(logits[0], logits[1]) <= 1e-6
+
+
+def padded() -> torch.Tensor:
+    mask = torch.ones(6, 6, dtype=torch.bool).tril().repeat(2, 1, 1, 1)
+    mask[1, ..., :3] = False
+    return mask
+
+
+def test_a_mask_dies_with_the_pass() -> None:
+    reader, mask = MaskReader(), padded()
+    first = reader.read(mask, place=True)
+    assert reader.read(mask, place=True) is first and first.real_BS is not None
+    assert first.real_BS.sum(1).tolist() == [6, 3]
+    gone = ref(mask)
+    del mask, first
+    gc.collect()
+    assert gone() is None and reader._placed is None
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_copies_on_other_devices_are_not_read_again(same: bool) -> None:
+    reader, mask = MaskReader(same=same), padded()
+    reader.read(mask, place=True)
+    copy = mask.to("meta")  # reading its numbers fails
+    if not same:
+        with pytest.raises(RuntimeError):
+            reader.read(copy, place=True)
+        return
+    found = reader.read(copy, place=True)
+    assert found.gaps == 0 and found.seen_BNS.device.type == found.real_BS.device.type == "meta"
+    assert reader.read(mask, place=True).seen_BNS.device.type == "cpu"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import headscan
 from headscan.architectures import FAMILIES, VOCABULARY
 from headscan.errors import HeadIndexError, InterventionError, UnsupportedModelError
-from headscan.layers.blocks import Blocks, cannot_resume, find_blocks, resuming_at, short_text
+from headscan.layers.blocks import Blocks, cannot_resume, find_blocks, resuming_at
 from headscan.models.loaded_model import LoadedModel
 from tests.devices import on
 from tests.small_models import distinct_first, make_loaded
@@ -183,23 +183,6 @@ def test_hidden_state_between_blocks_is_detected() -> None:
     assert reasons.keys() == {2}
     assert reasons[2].startswith("a pass without a KV cache differs by")
     assert cannot_resume(blocks, [0]) == {}
-
-
-def test_hidden_state_is_detected_in_large_float16_logits() -> None:
-    lm = make_loaded("llama", dtype=torch.float16)
-    blocks = find_blocks(lm)
-    logits = lm.model(input_ids=short_text(lm, 8)).logits
-    larger = 20_000.0 / float(logits.abs().max())
-    head = lm.model.get_output_embeddings()
-    assert isinstance(head, nn.Module)
-    head.register_forward_hook(lambda _, args, out: out * larger)
-    assert lm.model(input_ids=short_text(lm, 8)).logits.norm().isinf()  # though each of them is finite
-    assert cannot_resume(blocks) == {}
-    told: dict[str, Tensor] = {}
-    lower, upper = (blocks.all[layer].module.get_submodule("mlp") for layer in (1, 2))
-    lower.register_forward_hook(lambda _, args, out: told.update(secret=out))
-    upper.register_forward_hook(lambda _, args, out: out + 10 * told["secret"][:, -args[0].shape[1] :])
-    assert cannot_resume(blocks).keys() == {2}
 
 
 def test_a_model_that_cannot_continue_from_a_cache_is_detected() -> None:

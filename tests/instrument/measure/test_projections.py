@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,10 +13,9 @@ from headscan.architectures import VOCABULARY
 from headscan.errors import NotFiniteError, UnsupportedModelError
 from headscan.grid import AttentionSite
 from headscan.models.forward_inputs import TokenMeans
-from headscan.models.loaded_model import Sharding
 from headscan.statistics.norm_statistics import projection_factor
 from headscan.statistics.registry import output_statistics
-from tests.small_models import make_loaded, make_model
+from tests.small_models import make_loaded
 
 H, D, M, TOKENS = 4, 64, 256, 50
 SITE = AttentionSite("self", 0, "attn", "attn.o_proj", H, H, D, D)
@@ -146,16 +143,6 @@ def test_factors_are_computed_once_and_again_when_a_weight_changes() -> None:
         weight = lm.module(path).weight
         weight.copy_(weight.unflatten(0, (6, 8)).flip(0).flatten(0, 1))  # type: ignore[operator, arg-type]
     assert not torch.allclose(headscan.collect(lm, IDS, statistics=[NAME])[NAME][:, 1], after[:, 1])
-
-
-@pytest.mark.parametrize("offload", ["cpu", "disk"])
-def test_offloaded_projections_give_the_same(offload: str, tmp_path: Path) -> None:
-    make_model("llama").save_pretrained(tmp_path)
-    whole = headscan.load(tmp_path, device="cpu")
-    sharded = headscan.load(tmp_path, device=Sharding(("cpu",), ((0, 1),), offload))  # type: ignore[arg-type]
-    expected = headscan.collect(whole, IDS, statistics=[NAME])[NAME]
-    for _ in range(2):
-        assert torch.equal(headscan.collect(sharded, IDS, statistics=[NAME])[NAME], expected)
 
 
 def test_weights_that_are_not_finite_are_named() -> None:

@@ -7,13 +7,11 @@ import torch
 
 from headscan.architectures import FAMILIES, VOCABULARY
 from headscan.models.loaded_model import logits_at
-from tests.small_models import DISTINCT, make_loaded
+from tests.small_models import DISTINCT, distinct_first, make_loaded
 
 #: In addition to those of other attention: families whose logits are scaled, or whose head has a bias.
 OWN_LOGITS = {"phi", "codegen", "cohere", "cohere2", "granite", "granitemoe", "nanochat"}
-CASES = [
-    family if family in DISTINCT | OWN_LOGITS else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES
-]
+CASES = distinct_first(FAMILIES, DISTINCT | OWN_LOGITS)
 
 ROWS, COLUMNS = [0, 0, 1, 2, 2], [3, 8, 5, 0, 8]
 

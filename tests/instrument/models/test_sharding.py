@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import headscan
 from headscan.architectures import VOCABULARY
 from headscan.errors import ModelLoadError
 from headscan.models.loaded_model import LoadedModel, Sharding, find_layout
+from tests.instrument.kv.cache_plans import FULL, NARROW, make_cache, random_plan
 from tests.small_models import make_model
 
 SHARDINGS = {
@@ -84,6 +86,29 @@ def test_numbers_and_logits_are_those_of_the_whole_model(name: str, folder: Path
         ablated = logits(whole, what, ids)
         assert not torch.equal(ablated, plain), what
         same(logits(sharded, what, ids), ablated)
+
+
+@torch.no_grad()
+def with_cache(lm: LoadedModel, ids: Tensor) -> Tensor:
+    cache = make_cache(lm, random_plan(lm, (NARROW, FULL)))
+    return torch.cat([lm.model(input_ids=part, past_key_values=cache).logits for part in ids.split([30, 1, 9], 1)], 1)
+
+
+@pytest.mark.parametrize("name", ["two devices", "disk"])
+def test_derivatives_and_caches_are_those_of_the_whole_model(name: str, folder: Path) -> None:
+    ids = torch.randint(5, VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(0))
+    whole, sharded = headscan.load(folder, device="cpu"), headscan.load(folder, device=SHARDINGS[name])
+    for measure in (headscan.importance, partial(headscan.kv_damage, sink=2, recent=8)):
+        expected, found = measure(whole, ids), measure(sharded, ids)
+        if isinstance(expected, Tensor):
+            expected, found = {"damage": expected}, {"damage": found}
+        for each, values in expected.items():
+            assert values.nan_to_num().abs().max() > 0
+            torch.testing.assert_close(found[each], values, rtol=1e-4, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(with_cache(sharded, ids), with_cache(whole, ids), rtol=1e-5, atol=1e-6)
+    # Measuring leaves the model as it was.
+    assert all(weight.requires_grad for weight in sharded.model.parameters())
+    torch.testing.assert_close(sharded.model(input_ids=ids).logits, whole.model(input_ids=ids).logits)
 
 
 def test_offloaded_files_are_deleted_with_the_model(folder: Path, temporary: Path) -> None:

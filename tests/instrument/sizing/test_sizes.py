@@ -1,4 +1,4 @@
-"""Sizes of models before loading equal those of the loaded models."""
+"""Sizes of models before loading equal those of the loaded models, and operations of a pass those that torch counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from huggingface_hub.errors import HfHubHTTPError, SafetensorsParsingError
 from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
 from safetensors.torch import load_file, save_file
-from transformers import DynamicCache, PreTrainedModel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 import headscan
 from headscan.architectures import ALL, FAMILIES, VOCABULARY
@@ -23,12 +24,14 @@ from headscan.model_spec import ModelSpec
 from headscan.models.forward_inputs import run_forward
 from headscan.sizing import model_sizes as sizes
 from headscan.sizing import model_sizes as weight_bytes
+from headscan.sizing.forward_flops import ForwardFlops, forward_flops
 from headscan.sizing.model_sizes import model_sizes
 from tests.benchmarks.overhead import peak_bytes
-from tests.small_models import make_loaded, make_model
+from tests.small_models import distinct_first, make_loaded, make_model, slow
 
-#: Small, and unlike each other: GQA, a soft cap, windows, experts, latent keys, no interface, two towers, an encoder.
-SEVERAL = ["llama", "gpt2", "gpt_neox", "gemma2-softcap", "gemma3n", "qwen3_moe", "deepseek_v3", "llava", "falcon_h1"]
+#: Small, and unlike each other: GQA, windows, experts and latent keys, two towers. Further ones are slow.
+SEVERAL = ["llama", "gemma3n", "deepseek_v3", "llava"]
+MORE = ("gpt2", "gpt_neox", "gemma2-softcap", "qwen3_moe", "falcon_h1", "bert")
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +49,7 @@ def save(name: str, folder: Path, **changes: Any) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("family", [*SEVERAL, "bert", "t5"])
+@pytest.mark.parametrize("family", [*SEVERAL, "t5", *slow(*MORE)])
 def test_bytes_of_parts_equal_those_of_the_loaded_model(family: str, tmp_path: Path) -> None:
     model = save(family, tmp_path)
     saved = model_sizes(ModelSpec(str(tmp_path)), 32)
@@ -125,13 +128,7 @@ def test_bits_of_quantised_weights(settings: dict[str, Any], bits: float | None)
     assert weight_bytes._bits(settings) == bits
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, marks=[] if family in SEVERAL else pytest.mark.slow)
-        for family in sorted(set(FAMILIES) - {"bloom", "mpt", "gpt_neo"})
-    ],
-)
+@pytest.mark.parametrize("family", distinct_first(sorted(set(FAMILIES) - {"bloom", "mpt", "gpt_neo"}), SEVERAL))
 def test_bytes_of_the_cache_equal_those_of_a_real_cache(family: str, tmp_path: Path) -> None:
     """GQA, windows, latent keys and borrowed ones: as transformers' own cache holds them."""
     model = save(family, tmp_path)
@@ -160,7 +157,7 @@ def test_equal_layers_run_once(tmp_path: Path) -> None:
     assert found.measured == model_sizes(ModelSpec(str(shallow)), 48).measured
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", *slow(*MORE[:4])])
 def test_activations_are_those_of_a_measured_peak(family: str, tmp_path: Path) -> None:
     tokens = 600
     save(family, tmp_path)
@@ -239,3 +236,55 @@ def test_sources_without_a_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"config\.json"):
         model_sizes(ModelSpec(str(tmp_path)))
     assert set(ALL) > set(SEVERAL)
+
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_operations_are_those_that_torch_counts(tied: bool, tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES, head_dim=10, tie_word_embeddings=tied, attn_implementation="eager")
+    model = LlamaForCausalLM(config).eval()
+    config.save_pretrained(tmp_path)
+    found, tokens = forward_flops(ModelSpec(str(tmp_path))), 7
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        model(input_ids=torch.ones(1, tokens, dtype=torch.long))
+    norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    # torch counts the products of eager attention with masked keys, too.
+    everywhere = 2 * sum(found.widths.values()) * tokens
+    assert counted.get_total_flops() == tokens * (2 * (found.parameters - norms + found.head) + everywhere)
+
+
+def test_a_token_uses_its_experts(tmp_path: Path) -> None:
+    config = MixtralConfig(**SIZES, num_local_experts=8, num_experts_per_tok=2, sliding_window=None)
+    config.save_pretrained(tmp_path)
+    expert = 3 * SIZES["hidden_size"] * SIZES["intermediate_size"]
+    model = MixtralForCausalLM(config)
+    words = 2 * SIZES["vocab_size"] * SIZES["hidden_size"]
+    every = sum(p.numel() for p in model.parameters())
+    assert forward_flops(ModelSpec(str(tmp_path))).parameters == every - words - 3 * 6 * expert
+
+
+def test_attention_sees_earlier_keys_within_the_window() -> None:
+    tokens, widths = 9, {None: 5, 4: 3}
+    found = ForwardFlops(parameters=100, head=10, widths=widths)
+    seen = sum(
+        width * sum(position + 1 if window is None else min(position + 1, window) for position in range(tokens))
+        for window, width in widths.items()
+    )
+    assert found.attention(tokens) == pytest.approx(2 * seen / tokens)
+    assert found.per_token(tokens, calls=2, logits=True) == pytest.approx(220 + 4 * seen / tokens)
+
+
+@pytest.mark.parametrize("family", ["gemma4", "bert", "t5", "bart", "jamba"])
+def test_layers_that_differ_and_encoders_are_counted(family: str, tmp_path: Path) -> None:
+    make_model(family).config.save_pretrained(tmp_path)
+    found = forward_flops(ModelSpec(str(tmp_path)))
+    assert found.per_token(64, logits=True) > found.per_token(8, logits=True) > 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 import headscan
 from headscan.architectures import ENCODER_DECODERS, FAMILIES, SITES, VOCABULARY
 from headscan.attention.calls import WeightTally
-from headscan.attention.hooks import SESSIONS, attention_hook
+from headscan.attention.hooks import SESSIONS
 from headscan.catalog import DISTANCE_BINS, PROFILES, SCORES, STATISTICS, panel_names
 from headscan.errors import NotFiniteError, UnsupportedModelError
 from headscan.models.loaded_model import LoadedModel
@@ -29,7 +29,7 @@ from headscan.statistics.weight_statistics import (
 )
 from tests.devices import assert_near, on
 from tests.instrument.reference import reference
-from tests.small_models import distinct_first, make_loaded, make_model
+from tests.small_models import distinct_first, make_loaded
 
 #: Relative 1e-5. The floor is for numbers that are zero by construction or nearly: a distant mass in a short sequence,
 #: or the entropy of a sequence of two tokens, where float32 scores leave an absolute error and nothing averages it out.
@@ -97,35 +97,6 @@ def test_equals_float64_reference(family: str, site: str, panel: str, device: to
             assert_close(values[row], expected[name][row], name, length, device)
 
 
-@pytest.mark.gpu
-def test_a_saved_model_is_loaded_and_scanned(tmp_path: Path, device: torch.device) -> None:
-    model = make_model("llama")
-    model.save_pretrained(tmp_path)
-    lm, (ids, sequences) = headscan.load(tmp_path, device=str(device)), ragged([80, 33])
-    stats = headscan.collect(lm, ids.to(lm.device), [80, 33], widths=WIDTHS)
-    expected = reference(model, "llama", sequences, sink=3, recent=16)
-    for name, values in stats.items():
-        for row, tokens in enumerate((80, 33)):
-            assert_close(values[row], expected[name][row], name, tokens, device)
-    assert headscan.score(stats, "output_norm_ln").shape == (2, *lm.grid.shape)
-
-
-@pytest.mark.parametrize(("family", "site"), distinct_first(SITES))
-def test_padding_beyond_every_sequence_changes_nothing(family: str, site: str) -> None:
-    """The model under an open hook gives its own outputs."""
-    lm = make_loaded(family).at(site)
-    ids, sequences = ragged([60, 41])
-    padded = torch.cat([ids, torch.full((2, 9), 7)], 1)
-    both = headscan.collect(lm, padded, [60, 41], widths=WIDTHS)
-    alone = headscan.collect(lm, sequences[0][None], widths=WIDTHS)
-    for name, values in alone.items():
-        torch.testing.assert_close(both[name][0], values[0], rtol=1e-4, atol=1e-5, equal_nan=True, msg=name)
-    more = {"decoder_input_ids": ids} if lm.is_encoder_decoder else {}
-    own = lm.model(input_ids=ids, **more).logits
-    with attention_hook(lm, lambda *_: None):
-        torch.testing.assert_close(lm.model(input_ids=ids, **more).logits, own, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("filler", [-100, VOCABULARY, 0])
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_padding_has_any_id_and_any_width(family: str, filler: int) -> None:
@@ -138,16 +109,6 @@ def test_padding_has_any_id_and_any_width(family: str, filler: int) -> None:
     found = headscan.collect(lm, wide, [60, 41])
     for name, values in expected.items():
         torch.testing.assert_close(found[name], values, rtol=0, atol=0, equal_nan=True, msg=name)
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gpt_oss", "deepseek_v3", "gptj"])
-def test_paths_agree(family: str) -> None:
-    lm = make_loaded(family)
-    ids, _ = ragged([300, 120])
-    auto = headscan.collect(lm, ids, [300, 120], widths=WIDTHS)
-    blockwise = headscan.collect(lm, ids, [300, 120], widths=WIDTHS, path="blockwise")
-    for name in FAST:
-        torch.testing.assert_close(auto[name], blockwise[name], rtol=RTOL, atol=ATOL, equal_nan=True, msg=name)
 
 
 def test_a_path_that_cannot_serve_is_refused() -> None:
@@ -177,22 +138,6 @@ def test_masses_for_odd_widths(length: int, sink: int, recent: int) -> None:
     torch.testing.assert_close(sum(stats.values()), torch.ones_like(stats["sink_mass"]), rtol=0, atol=1e-5)
 
 
-def test_no_number_depends_on_the_rest_of_the_batch() -> None:
-    lm = make_loaded("qwen3")
-    lengths = [80, 33, 61]
-    ids, sequences = ragged(lengths)
-    together = headscan.collect(lm, ids, lengths)
-    for row, sequence in enumerate(sequences):
-        alone = headscan.collect(lm, sequence[None])
-        for name in FAST:
-            torch.testing.assert_close(together[name][row], alone[name][0], rtol=1e-5, atol=1e-6)
-    noisy = ids.clone()
-    for row, length in enumerate(lengths):
-        noisy[row, length:] = 7
-    for name, values in headscan.collect(lm, noisy, lengths).items():
-        torch.testing.assert_close(values, together[name], rtol=1e-6, atol=1e-7)
-
-
 def test_measuring_leaves_the_model_as_it_was() -> None:
     lm = make_loaded("llama")
     ids, _ = ragged([20])
@@ -205,9 +150,9 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
 
 
 def halves() -> list[Any]:
-    """Return every family in both dtypes; two thirds are slow, and every fast family has one dtype."""
+    """Return every family in both dtypes; one in six is fast, in one dtype."""
     dtypes = (torch.bfloat16, torch.float16)
-    fast = {(family, dtypes[number % 2]) for number, family in enumerate(list(FAMILIES)[::3])}
+    fast = {(family, dtypes[number % 2]) for number, family in enumerate(list(FAMILIES)[::6])}
     cells = [(dtype, family) for dtype in dtypes for family in FAMILIES]
     return [
         pytest.param(family, dtype, marks=() if (family, dtype) in fast else pytest.mark.slow)
@@ -278,9 +223,9 @@ def test_nonfinite_statistics_are_named_and_never_returned(family: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 64, 65, 2 ** (DISTANCE_BINS - 2) + 3])
 def test_distances_fall_into_doubling_bins(size: int) -> None:
-    expected = torch.zeros(DISTANCE_BINS, dtype=torch.float64)
-    for distance in range(size):
-        expected[min(distance.bit_length(), DISTANCE_BINS - 1)] += distance + 1
+    distance = np.arange(size)
+    bins = np.minimum(np.frexp(distance)[1], DISTANCE_BINS - 1)  # the number of bits of each distance
+    expected = torch.from_numpy(np.bincount(bins, distance + 1.0, DISTANCE_BINS))
     assert torch.equal(doubling_sums(torch.arange(1, size + 1).double()), expected)
 
 

@@ -71,7 +71,7 @@ def test_the_lowest_scores_get_windows(count: int) -> None:
 
 
 def test_a_share_counts_candidates() -> None:
-    for share, count in ((0.01, 1), (0.5, 3), (1.0, 6)):
+    for share, count in ((0.01, 1), (0.24, 1), (0.26, 2), (0.5, 3), (1.0, 6)):
         assert plan_of(WindowShare(share)).budget.window_heads == count
 
 

@@ -27,6 +27,7 @@ from headscan.plans.plan_records import PatternFormat
 from headscan.store.store import Store
 from headscan.windows import Window
 from tests.numbers.plan_fixtures import RECENT, SINK, everything, masses, site, write_scan
+from tests.small_models import slow
 from tests.sources import SHARED
 
 TOKENS = [64, 200]
@@ -78,10 +79,7 @@ def test_a_head_that_looks_far_is_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(
-    ("layers", "heads"),
-    [(12, 8), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((32, 8), (80, 8), (28, 4)))],
-)
+@pytest.mark.parametrize(("layers", "heads"), [(4, 8), *slow((12, 8), (32, 8), (80, 8), (28, 4))])
 def test_a_plan_survives_its_consumer_and_its_import(
     tmp_path: Path, layers: int, heads: int, format: PatternFormat
 ) -> None:
@@ -272,6 +270,7 @@ def shape(layers: int, heads: int, kv_heads: int, folder: Path) -> tuple[Store, 
     return write_scan(folder / f"{kv_heads}.duckdb", grid, everything(layers, heads, [64]), [64])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SAMPLES.is_dir(), reason="no published patterns here")
 def test_published_tables_are_read_with_high_for_full(tmp_path: Path) -> None:
     shapes = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from headscan.plans import (
@@ -22,10 +21,10 @@ from headscan.plans import (
     retrieval_scores,
 )
 from headscan.plans.scan_scores import distant_mass_scores
-from headscan.store.records import RunRecord
 from headscan.store.store import Store
 from tests.numbers.plan_fixtures import everything, masses, site, write_scan
 from tests.numbers.plans.test_budgets import run_row
+from tests.stores import write_behaviours
 
 GRID = [site(0, 4, 2), site(1, 4, 2)]
 
@@ -33,18 +32,8 @@ GRID = [site(0, 4, 2), site(1, 4, 2)]
 def write_probe(path: Path, grid: list[dict] = GRID, **behaviours: list[list[float]]) -> Store:
     """A finished probe with (layers, heads) values by behaviour."""
     store = Store(path / "p.duckdb")
-    record = RunRecord("probe", "p0", "tiny", 2, 4, grid=grid, dtype="bfloat16", model_config_hash="c0ffee")
-    run_id = store.begin_run(record).run_id
-    rows = [
-        {"site": "self", "layer": layer, "head": head, "behaviour": name, "value": value}
-        for name, values in behaviours.items()
-        for layer, row in enumerate(values)
-        for head, value in enumerate(row)
-    ]
-    types = {"layer": pa.int16(), "head": pa.int16(), "value": pa.float32()}
-    columns = {name: pa.array([row[name] for row in rows], types.get(name)) for name in rows[0]}
-    store.add_behaviours(run_id, pa.table(columns))
-    store.finish_run(run_id)
+    values = {name: np.array(of_heads) for name, of_heads in behaviours.items()}
+    write_behaviours(store, values, grid=grid, dtype="bfloat16", model_config_hash="c0ffee")
     return store
 
 

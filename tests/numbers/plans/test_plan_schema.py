@@ -67,44 +67,44 @@ def test_the_committed_schema_is_the_generated_one() -> None:
 def test_saved_plans_follow_the_schema_and_survive_their_files(plans: list[HeadPlan], tmp_path: Path) -> None:
     validator = jsonschema.Draft202012Validator(plan_schema())
     for number, plan in enumerate(plans):
-        path = plan.save(tmp_path / f"{number}.json")
-        validator.validate(json.loads(path.read_text()))
+        path = plan.save(tmp_path / f"{number}" / "head_plan.json")
+        data = json.loads(path.read_text())
+        validator.validate(data)
         assert load_plan(path) == plan
+        assert (data["format"], data["version"]) == ("headscan-head-plan", 5)
+        assert [file.name for file in path.parent.iterdir()] == ["head_plan.json"]
     assert {plan.method for plan in plans} == {"measured", "distant_mass", "retrieval_score", "imported", "random"}
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "message"),
     [
-        {"version": 4},
-        {"format": "other"},
-        {"method": "guess"},
-        {"calibration": {"kind": "scan"}},
-        {"calibration": {"kind": "none"}},
-        {"budget": None},
-        {"heads": [{"layer": 0}]},
-        {"extra": 1},
-        {"score": 1},
+        ({"version": 1}, r"version 1 .* Make the plan again"),
+        ({"version": 4}, r"version 4 .* Make the plan again"),
+        ({"format": "other"}, "is not a head plan"),
+        ({"method": "guess"}, r"plan\.method"),
+        ({"calibration": {"kind": "scan"}}, r"plan\."),
+        ({"calibration": {"kind": "none"}}, r"plan\."),
+        ({"calibration": None}, r"plan\."),
+        ({"budget": None}, r"plan\.budget is None"),
+        ({"budget": 1}, r"plan\."),
+        ({"heads": [{"layer": 0}]}, r"plan\."),
+        ({"heads": [1]}, r"plan\."),
+        ({"heads": 1}, r"plan\."),
+        ({"query_heads": [None]}, r"plan\."),
+        ({"granularity": "query_head"}, "granularity"),
+        ({"extra": 1}, "extra"),
+        ({"score": 1}, r"plan\.score"),
     ],
 )
 def test_other_files_fail_the_schema_and_the_reader(
-    plans: list[HeadPlan], tmp_path: Path, change: dict[str, Any]
+    plans: list[HeadPlan], tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     data = json.loads(plans[0].to_json()) | change
     assert not jsonschema.Draft202012Validator(plan_schema()).is_valid(data)
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(data))
-    with pytest.raises(PlanError):
-        load_plan(path)
-
-
-@pytest.mark.parametrize(
-    "change", [{"heads": 1}, {"heads": [1]}, {"budget": 1}, {"query_heads": [None]}, {"calibration": None}]
-)
-def test_damaged_files_are_refused(plans: list[HeadPlan], tmp_path: Path, change: dict[str, Any]) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(json.loads(plans[1].to_json()) | change))
-    with pytest.raises(PlanError, match=r"plan\."):
+    with pytest.raises(PlanError, match=message):
         load_plan(path)
 
 
@@ -201,13 +201,21 @@ def test_hostile_names_stay_on_one_line(plans: list[HeadPlan], tmp_path: Path) -
         assert str(caught.value).isprintable() and len(str(caught.value)) < 500
 
 
-def test_only_regular_files_are_read(tmp_path: Path) -> None:
+def test_only_regular_files_of_json_are_read(plans: list[HeadPlan], tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/zero"):
         with pytest.raises(PlanError, match="is not a regular file"):
             load_plan(path)
-    with pytest.raises(PlanError, match="cannot read"):
-        load_plan(tmp_path)
+    for path in (tmp_path, tmp_path / "none.json"):
+        with pytest.raises(PlanError, match="cannot read"):
+            load_plan(path)
+    for text, message in (
+        ("hello", "is not JSON"),
+        (json.dumps(json.loads(plans[1].to_json()) | {"heads": []}), "0 entries for the 4 KV heads of tiny"),
+    ):
+        (tmp_path / "text.json").write_text(text)
+        with pytest.raises(PlanError, match=message):
+            load_plan(tmp_path / "text.json")
 
 
 def test_a_pattern_of_many_layers_costs_no_memory(plans: list[HeadPlan], tmp_path: Path) -> None:

@@ -122,19 +122,6 @@ def test_random_heads_are_distinct_sorted_and_follow_from_the_seed() -> None:
         random_heads(grid, 65, seed=0)
 
 
-@pytest.mark.parametrize("quantile", [0.0, 0.05, 0.3])
-def test_thresholds_are_quantiles_of_the_pool_from_the_inactive_side(scan: Scan, quantile: float) -> None:
-    low = scan.stats["entropy"].astype(np.float64)
-    assert thresholds(scan.store, scan.run_id, "entropy", [quantile])[0] == pytest.approx(np.quantile(low, quantile))
-    high = scan.stats["first_token_weight"].astype(np.float64)
-    ratio = high / high.mean(axis=2, keepdims=True)
-    found = thresholds(scan.store, scan.run_id, "first_token_weight_ln", [quantile])[0]
-    assert found == pytest.approx(np.quantile(ratio, 1 - quantile))
-    assert SCORES["first_token_weight_ln"].inactive == "high"
-    with pytest.raises(SelectionError, match="0 to 1"):
-        thresholds(scan.store, scan.run_id, "entropy", [1.5])
-
-
 def test_many_thresholds_are_one_query(scan: Scan, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     query = scan.store.query

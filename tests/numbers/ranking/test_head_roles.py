@@ -21,7 +21,7 @@ from headscan.store.store import Store
 from headscan.store.views import ROLES
 from headscan.verdicts.head_effects import HeadEffect
 from tests.numbers.conftest import HEADS, LAYERS, write_scan
-from tests.stores import begin_arm
+from tests.stores import begin_arm, write_behaviours
 
 _BINS = len(PROFILES["argmax_offsets"].bins)
 ALL = LAYERS * HEADS
@@ -54,17 +54,7 @@ def profiles(*heads: tuple[int, float]) -> np.ndarray:
 
 
 def probed(store: Store, behaviour: str, values: tuple[float, ...], model: str = "tiny") -> str:
-    run_id = store.begin_run(RunRecord("probe", f"{behaviour} {model}", model, LAYERS, HEADS)).run_id
-    table = {
-        "site": ["self"] * ALL,
-        "layer": pa.array(np.arange(ALL) // HEADS, pa.int16()),
-        "head": pa.array(np.arange(ALL) % HEADS, pa.int16()),
-        "behaviour": [behaviour] * ALL,
-        "value": pa.array(same(values)[0].ravel(), pa.float32()),
-    }
-    store.add_behaviours(run_id, pa.table(table))
-    store.finish_run(run_id)
-    return run_id
+    return write_behaviours(store, {behaviour: same(values)[0]}, f"{behaviour} {model}", model)
 
 
 def ablated(store: Store, replacement: str, metric: str, intervals: list[tuple[float | None, float | None]]) -> str:
@@ -111,28 +101,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
         yield store
 
 
-@pytest.mark.parametrize(
-    ("role", "heads"),
-    [
-        ("positional", [(0, 0), (0, 2), (0, 3)]),
-        ("confident", [(0, 2)]),
-        ("previous_token", [(0, 1)]),
-        ("induction", [(0, 1), (0, 2)]),
-        ("retrieval", [(0, 2)]),
-        ("sink", [(0, 2), (0, 3)]),
-        ("low_output", [(2, 3)]),
-        ("inactive", [(0, 1)]),
-        ("constant", [(0, 1), (0, 2)]),
-    ],
-)
-def test_a_number_at_the_threshold_is_decided_as_declared(made: Store, role: str, heads: list[tuple[int, int]]) -> None:
-    assert having(made, role) == heads
-
-
 def test_every_role_is_read_with_its_run_and_number(made: Store) -> None:
     roles = read_roles(made)
     assert [verdicts.role for verdicts in roles.found] == list(ROLES) and roles.missing == ()
     by_role = {verdicts.role: verdicts for verdicts in roles.found}
+    # Numbers at the threshold are decided as declared.
+    assert {role: [(head.layer, head.head) for head in verdicts.heads] for role, verdicts in by_role.items()} == {
+        "positional": [(0, 0), (0, 2), (0, 3)],
+        "confident": [(0, 2)],
+        "previous_token": [(0, 1)],
+        "induction": [(0, 1), (0, 2)],
+        "retrieval": [(0, 2)],
+        "sink": [(0, 2), (0, 3)],
+        "low_output": [(2, 3)],
+        "inactive": [(0, 1)],
+        "constant": [(0, 1), (0, 2)],
+    }
     assert {run["run_id"] for run in roles.runs} == {verdicts.run_id for verdicts in roles.found}
     assert by_role["positional"].heads[0] == RoleHead(0, 0, pytest.approx(0.9), -1)
     assert by_role["positional"].heads[2].key_offset == -MAX_OFFSET

@@ -12,6 +12,7 @@ from headscan.catalog import BEHAVIOURS, PROFILES, STATISTICS
 from headscan.store.records import RunRecord, ShardRecord, ShardToWrite
 from headscan.store.store import Store
 from tests.numbers.plan_fixtures import site
+from tests.stores import sequence_rows, write_behaviours
 
 _MODEL = {"model_config_hash": "c0ffee", "weights_hash": "beef"}
 
@@ -63,15 +64,8 @@ def write_large_scan(
             for profile in PROFILES.values():
                 drawn = rng.dirichlet(np.full(len(profile.bins), 0.2), (layers, heads)).astype(np.float32)
                 table[profile.name] = list(drawn.reshape(-1, len(profile.bins))) * count
-        rows = {
-            "sequence": numbers,
-            "document": numbers,
-            "source": [source] * count,
-            "tokens": [1024] * count,
-            "truncated": [False] * count,
-            "content_hash": [f"h{number}" for number in numbers],
-        }
-        shards.append(ShardToWrite(ShardRecord(shard, f"c{shard}"), pa.table(rows), pa.table(table)))
+        rows = sequence_rows([1024] * count, first, source)
+        shards.append(ShardToWrite(ShardRecord(shard, f"c{shard}"), rows, pa.table(table)))
         if len(shards) == 4:
             store.add_shards(run_id, shards)
             shards = []
@@ -83,16 +77,8 @@ def write_large_scan(
 def write_probe(store: Store, layers: int, heads: int, *, model: str = "imagined", seed: int = 1) -> str:
     """A finished probe of every behaviour; a few heads show each."""
     rng = np.random.default_rng(seed)
-    run_id = store.begin_run(RunRecord("probe", f"p{seed}", model, layers, heads, **_MODEL)).run_id  # type: ignore[arg-type]
-    rows = [
-        {"site": "self", "layer": layer, "head": head, "behaviour": name, "value": float(rng.beta(0.3, 3))}
-        for name in BEHAVIOURS
-        for layer in range(layers)
-        for head in range(heads)
-    ]
-    store.add_behaviours(run_id, pa.Table.from_pylist(rows))
-    store.finish_run(run_id)
-    return run_id
+    values = {name: rng.beta(0.3, 3, (layers, heads)) for name in BEHAVIOURS}
+    return write_behaviours(store, values, f"p{seed}", model, **_MODEL)
 
 
 def write_importance(store: Store, layers: int, heads: int, sequences: int = 4, *, model: str = "imagined") -> str:
@@ -111,16 +97,8 @@ def write_importance(store: Store, layers: int, heads: int, sequences: int = 4, 
         "token_gradient": (rng.gamma(9, 1, len(keys)) * (1 + head)).astype(np.float32),
         "entropy": rng.uniform(0, 5, len(keys)).astype(np.float32),
     }
-    numbers = np.arange(sequences)
-    rows = {
-        "sequence": numbers,
-        "document": numbers,
-        "source": ["text"] * sequences,
-        "tokens": [100] * sequences,
-        "truncated": [False] * sequences,
-        "content_hash": [f"h{number}" for number in numbers],
-    }
-    store.add_shards(run_id, [ShardToWrite(ShardRecord(0, "c0"), pa.table(rows), pa.table(table))])
+    rows = sequence_rows([100] * sequences)
+    store.add_shards(run_id, [ShardToWrite(ShardRecord(0, "c0"), rows, pa.table(table))])
     store.finish_run(run_id, total_shards=1, corpus_hash="c0de")
     return run_id
 

@@ -9,72 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headscan.catalog import BEHAVIOURS, IMPORTANCES, SCORES
+from headscan.catalog import BEHAVIOURS, IMPORTANCES
 from headscan.ranking.comparisons import score_overlap
 from headscan.report.head_data import HeadData, read_head_data
 from headscan.report.head_measures import HEAD_TABLES, packed
-from headscan.store.head_spread import Spread, resampling
-from headscan.store.scan_tables import HEAD_BINS, MOSTLY, POOL_BINS, THRESHOLDS
+from headscan.store.head_spread import resampling
+from headscan.store.scan_tables import MOSTLY
 from headscan.store.site_rows import SiteHeads
 from headscan.store.store import Store
-from headscan.store.views import SUMMARISED
-from tests.numbers.all_values import read_measures, read_sites, spread_of
+from tests.numbers.all_values import spread_of
 from tests.numbers.conftest import Scan
 from tests.numbers.report.large_store import new_store, write_importance, write_large_scan, write_probe
 
 LAYERS, HEADS = 3, 8
-
-
-@pytest.fixture
-def spreads(scan: Scan) -> tuple[SiteHeads, dict[str, np.ndarray], dict[str, Spread]]:
-    (heads,) = read_sites(scan.store, scan.run_id)
-    values = dict(read_measures(scan.store, heads))
-    return heads, values, {name: spread_of(name, each) for name, each in values.items()}
-
-
-def test_every_number_equals_the_view(scan: Scan, spreads: tuple) -> None:  # type: ignore[type-arg]
-    heads, _, found = spreads
-    assert set(found) == set(SUMMARISED)
-    rows = scan.store.query("SELECT * FROM all_head_summary ORDER BY layer, head").to_pylist()
-    assert [(row["layer"], row["head"], row["kv_head"]) for row in rows] == list(
-        zip(heads.layer, heads.head, heads.kv_head, strict=True)
-    )
-    for name, spread in found.items():
-        for column, ours in (
-            (name, spread.mean),
-            (f"{name}_std", spread.std),
-            *((f"{name}_{q}", spread.quantiles[i]) for i, q in enumerate(("p10", "median", "p90"))),
-            *([(f"{name}_inactive", spread.inactive)] if name in SCORES else []),
-        ):
-            np.testing.assert_allclose(ours, [row[column] for row in rows], rtol=2e-5, err_msg=column)
-
-
-def test_histograms_count_every_sequence_once(spreads: tuple) -> None:  # type: ignore[type-arg]
-    _, values, found = spreads
-    for name, spread in found.items():
-        finite = np.isfinite(values[name])
-        assert spread.histogram.shape[1] == HEAD_BINS and spread.pool.shape == (POOL_BINS,)
-        np.testing.assert_array_equal(spread.histogram.sum(axis=1), finite.sum(axis=1))
-        assert spread.pool.sum() == finite.sum()
-        edges = np.linspace(spread.low, spread.high, POOL_BINS + 1)
-        inside = values[name][finite & (values[name] > edges[10]) & (values[name] < edges[20])]
-        assert abs(int(spread.pool[10:20].sum()) - len(inside)) <= 2  # those on an edge
-
-
-def test_inactive_heads_are_counted_with_an_interval(spreads: tuple) -> None:  # type: ignore[type-arg]
-    _, values, found = spreads
-    for name, spread in found.items():
-        if name not in SCORES:
-            assert spread.persistence is None and not spread.thresholds
-            continue
-        assert tuple(spread.thresholds) == THRESHOLDS
-        limit = spread.thresholds[0.1]
-        count = 0
-        for row in values[name]:
-            beyond = sum(value < limit if SCORES[name].inactive == "low" else value > limit for value in row)
-            count += beyond >= MOSTLY * np.isfinite(row).sum()
-        assert spread.persistence is not None and spread.persistence.heads == count
-        assert spread.persistence.low <= count <= spread.persistence.high  # type: ignore[operator]
 
 
 def test_the_interval_covers_the_true_count() -> None:

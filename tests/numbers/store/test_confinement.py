@@ -37,19 +37,32 @@ from tests.numbers.conftest import Scan
         "RESET disabled_filesystems",
         "SET temp_directory = '{store}.tmp'",
         "LOAD httpfs",
+        "DELETE FROM runs",
+        "CREATE TABLE mine (a INTEGER)",
+        "COPY runs TO '{dir}/out.csv'",
+        "EXPORT DATABASE '{dir}/out'",
+        "ATTACH '{dir}/out.duckdb'",
+        "FROM read_text('{dir}/secret.txt')",
+        "FROM '{dir}/secret.csv'",
+        "SET enable_external_access = true",
+        "RESET lock_configuration",
+        "INSTALL httpfs",
+        "FROM sql",
     ],
 )
-def test_a_query_does_not_reach_the_files_of_its_own_store(scan: Scan, sql: str) -> None:
+def test_a_query_reaches_no_file_not_even_those_of_its_own_store(scan: Scan, sql: str) -> None:
     folder = Path(f"{scan.store.path}.tmp")
     folder.mkdir()
     (folder / "left").write_text("temporary rows")
+    for name in ("secret.txt", "secret.csv"):
+        (folder.parent / name).write_text("a,b\n1,2\n")
 
     def files() -> dict[Path, bytes]:
         return {p: p.read_bytes() for p in scan.store.path.parent.rglob("*") if p.is_file()}
 
     before = files()
     with pytest.raises(QueryError) as caught:
-        scan.store.query(sql.replace("{store}", str(scan.store.path)))
+        scan.store.query(sql.replace("{store}", str(scan.store.path)).replace("{dir}", str(folder.parent)))
     assert "\n" not in str(caught.value)
     assert files() == before
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from headscan.store.arm_views import ARM_VIEWS
 from headscan.store.connection import DIGESTS, declared, digest, schema_statements, verify
 from headscan.store.macros import MACROS
 from headscan.store.scan_tables import HEAD_STATISTICS, table_statement
-from headscan.store.store import short_hash
+from headscan.store.store import Store, short_hash
 from headscan.store.tables import SCHEMA_VERSION, TABLES
 from headscan.store.views import ALL_RUNS, VIEWS
 from tests.numbers.conftest import HEADS, LAYERS, Scan, scan_record
@@ -104,11 +105,8 @@ def alter(path: Path, *statements: str) -> None:
         (["DROP VIEW head_scores"], "view head_scores is missing"),
         (["CREATE OR REPLACE MACRO task_scopes(task, recall) AS [task]"], "function task_scopes differs"),
         (["CREATE MACRO avg(x) AS 42"], "function avg is not part of the schema"),
-        (["CREATE MACRO runs() AS TABLE SELECT 1"], "function runs is not part of the schema"),
-        (["CREATE MACRO duckdb_views() AS TABLE SELECT 1"], "function duckdb_views is not part of the schema"),
         (["CREATE TYPE JSON AS INTEGER"], "type JSON is not part of the schema"),
         (["ALTER TABLE runs ADD COLUMN mine INTEGER"], "column runs.mine is not part of the schema"),
-        (["ALTER TABLE runs ALTER report TYPE VARCHAR"], "column runs.report differs"),
         (["ALTER TABLE runs ALTER report SET DEFAULT '{}'"], "column runs.report differs"),
         (["CREATE INDEX mine ON shards (tokens)"], "index mine of shards is not part of the schema"),
         (
@@ -187,22 +185,16 @@ def test_a_store_with_the_known_digest_is_not_compared_with_a_new_schema(
         verify(connection, scan.store.path)
 
 
-def test_a_store_that_changes_between_two_queries_is_compared_again(scan: Scan) -> None:
-    assert scan.store.query("FROM runs").num_rows == 1
+@pytest.mark.parametrize(
+    "use", [lambda store: store.query("FROM runs"), lambda store: store.add_mask("one", [(0, 0)], site="self")]
+)
+def test_a_store_that_changes_between_two_uses_is_compared_again(scan: Scan, use: Callable[[Store], object]) -> None:
+    use(scan.store)
     alter(scan.store.path, "PRAGMA disable_checkpoint_on_shutdown", "CREATE MACRO avg(x) AS 42")
     with pytest.raises(StoreChangedError, match="function avg is not part of the schema"):
-        scan.store.query("FROM runs")
+        use(scan.store)
     alter(scan.store.path, "DROP MACRO avg")
-    assert scan.store.query("FROM runs").num_rows == 1
-
-
-def test_a_store_that_changes_between_two_writes_is_compared_again(scan: Scan) -> None:
-    scan.store.add_mask("one", [(0, 0)], site="self", config={})
-    alter(scan.store.path, "PRAGMA disable_checkpoint_on_shutdown", "CREATE MACRO avg(x) AS 42")
-    with pytest.raises(StoreChangedError, match="function avg is not part of the schema"):
-        scan.store.add_mask("two", [(0, 1)], site="self", config={})
-    alter(scan.store.path, "DROP MACRO avg")
-    scan.store.add_mask("two", [(0, 1)], site="self", config={})
+    use(scan.store)
 
 
 def test_a_long_list_of_differences_is_cut(scan: Scan) -> None:

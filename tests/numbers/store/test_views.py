@@ -79,16 +79,6 @@ def test_summary_means_deviations_and_quantiles(scan: Scan) -> None:
             np.testing.assert_allclose(found[column], numbers, rtol=1e-5, err_msg=column)
 
 
-def test_layer_normalised_mean_is_a_mean_of_ratios(scan: Scan) -> None:
-    sql = "SELECT output_norm_ln FROM head_summary WHERE run_id = ? ORDER BY layer, head"
-    found = _grid(scan, sql, (LAYERS, HEADS))["output_norm_ln"]
-    values = scan.stats["output_norm"].astype(np.float64)
-    ratio_of_means = values.mean(axis=0) / values.mean(axis=(0, 2))[:, None]
-    assert not np.allclose(found, ratio_of_means, rtol=0.01)
-    # Ratios to the mean of all heads, this one included, average to one over the layer.
-    np.testing.assert_allclose(found.mean(axis=1), 1.0, rtol=1e-6)
-
-
 def test_inactive_share_counts_the_side_the_catalogue_names(scan: Scan) -> None:
     sql = f"SELECT {', '.join(f'{s}_inactive' for s in SCORES)} FROM head_summary WHERE run_id = ? ORDER BY layer, head"
     found = _grid(scan, sql, (LAYERS, HEADS))
