@@ -119,7 +119,7 @@ _VARYING = re.compile(
     r"(^|_)(id|ids|at|hash|hashes|seconds|path|paths|out|store|folder|file|files|run|runs|a|b|worker|version|packages"
     r"|code_version|provenance|writer|source|model|corpus|command|report|since|written|eta|size|bytes_of_file)$"
 )
-_ID = re.compile(r"\b(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{4,64}\b")
+_ID = re.compile(r"\b(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{4,64}\b|(?<=\bscan )[0-9]{4}\b")
 
 
 def make_inputs() -> None:
