@@ -302,15 +302,6 @@ def test_labelled_examples_judge_the_heads_of_a_classifier(
     assert (point.curve[0], point.share) == ("importance", 0.5)
 
 
-def test_prune_saves_a_model_that_loads(
-    spec: ModelSpec, corpus_folder: Path, here: dict[str, Any], tmp_path: Path
-) -> None:
-    texts = PruneTexts(CorpusSpec(str(corpus_folder)), sequences=16, max_tokens=64)
-    step = Prune(spec, out=str(tmp_path / "smaller"), share=0.3, texts=texts, timing=None, skip_verdict=True)
-    (built,) = step.run(tmp_path / "s.duckdb", **here).models
-    assert len(list(headscan.load(built.folder, device="cpu").grid.heads())) < 18
-
-
 def test_prune_takes_the_order_of_a_criterion_from_the_store(
     spec: ModelSpec, corpus_folder: Path, here: dict[str, Any], tmp_path: Path
 ) -> None:

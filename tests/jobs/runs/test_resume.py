@@ -27,9 +27,7 @@ from headscan.steps.probe import Probe
 from headscan.steps.run_evaluation import run_evaluation
 from headscan.steps.run_probe import run_probe
 from headscan.steps.run_scan import run_scan
-from headscan.steps.run_sweep import run_sweep
 from headscan.steps.scan import Scan
-from headscan.steps.sweep import Sweep
 from headscan.store.store import Store
 from tests.jobs.conftest import THREADS, make_tokenizer, run_on
 from tests.jobs.runs.interrupted_scans import interrupt, run
@@ -92,15 +90,6 @@ def test_a_scan_resumes_with_other_software_only_on_request(
     }
     keys = ("packages", "code_version", "device", "code_files_hash")
     assert sum(first[key] != second[key] for key in keys) == 1
-
-
-def test_a_scan_resumes_without_a_question_where_nothing_changed(config: Scan, store: Store) -> None:
-    run_id = interrupt(config, store)
-    said: list[str] = []
-    assert run(config, store, say=said.append).skipped == 2
-    assert said[-1] == f"run {run_id}: 2 shards stored before"
-    assert all("only their beginnings are measured" in line for line in said[:-1])
-    assert len(store.resolve_run(run_id)["provenance"]) == 1
 
 
 def test_a_finished_scan_is_done_and_says_that_the_software_changed(
@@ -166,26 +155,6 @@ def test_an_evaluation_asks_before_more_arms_are_added(
     row = store.resolve_run(run_id, "evaluate")
     assert [entry["packages"]["torch"] for entry in row["provenance"]] == [TORCH, "99.0"]
     assert store.query("from arms where status = 'finished'").num_rows == 2
-
-
-@pytest.mark.slow
-def test_a_sweep_hands_the_answer_to_both_of_its_runs(
-    spec: ModelSpec, task_folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tasks = TaskConfig(("counting",), include_path=str(task_folder), limit=3)
-    config = Sweep(spec, tasks, recall=None, scores=("output_norm_ln",), shares=(0.2,), mask_criteria=(), controls=0)
-    pool = InProcessPool(spec, THREADS)
-    result = run_sweep(config, run_on(pool, store))
-    with store.connect() as connection:
-        connection.execute("update runs set status = 'failed'")
-        connection.execute("update arms set status = 'running' where kind = 'rule'")
-        connection.execute("delete from answers where arm_id in (select arm_id from arms where kind = 'rule')")
-    other_torch(monkeypatch)
-    with pytest.raises(ResumeError, match=result.scan_run):
-        run_sweep(config, run_on(pool, store))
-    assert run_sweep(config, run_on(pool, store, resume_anyway=True)) == result
-    for row in store.runs():
-        assert (row["status"], len(row["provenance"])) == ("finished", 2)
 
 
 def test_a_probe_asks_as_scans_do(spec: ModelSpec, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -18,17 +17,13 @@ import headscan
 from headscan.ablation.collect_outputs import head_means, head_samples
 from headscan.ablation.intervention import ZERO, Replacement
 from headscan.architectures import HEADS
-from headscan.cluster.pool import Finished, InProcessPool, Task
-from headscan.engine.answer import AnswerTask
-from headscan.engine.arms import BASELINE, mask_arm
+from headscan.cluster.pool import InProcessPool
 from headscan.errors import InterventionError, SequenceError
 from headscan.model_spec import ModelSpec
 from headscan.runs.model_identity import identify
 from headscan.settings.evaluation_settings import RecallQuestions, ReplacementConfig, TaskConfig
 from headscan.steps.ablate import Ablate
-from headscan.steps.evaluate import Evaluate
 from headscan.steps.run_ablate import AblateResult, head_arms, run_ablate
-from headscan.steps.run_evaluation import run_evaluation
 from headscan.store.store import Store
 from headscan.store.tables import ALL_BUT_ONE, EACH
 from headscan.texts import CorpusSpec
@@ -37,9 +32,7 @@ from headscan.texts.sequences import read_spread
 from headscan.texts.tasks import Questions
 from headscan.texts.token_requests import LogLikelihood, Request, input_key
 from headscan.verdicts.head_effects import HeadEffect, read_effects
-from tests.jobs.conftest import THREADS, make_tokenizer, naive_likelihood, run_on
-from tests.small_models import make_model
-from tests.stores import copy_store
+from tests.jobs.conftest import naive_likelihood, run_on
 
 LAYERS = 3
 
@@ -199,93 +192,6 @@ def _sha256(text: str) -> str:
 
 def _md5(text: str) -> str:
     return hashlib.md5(text.encode()).hexdigest()
-
-
-class _FailingPool(InProcessPool):
-    """A pool that fails after some results."""
-
-    def __init__(self, spec: ModelSpec, results: int) -> None:
-        super().__init__(spec, THREADS)
-        self.left = results
-
-    def map(self, task: Task[Any, Any], items: Iterable[Any]) -> Iterator[Finished[Any, Any]]:
-        for finished in super().map(task, items):
-            if isinstance(task, AnswerTask):
-                self.left -= 1
-                if self.left < 0:
-                    raise KeyboardInterrupt
-            yield finished
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_and_gives_the_same_rows(on_text: Ablate, store: Store, empty_store: Path) -> None:
-    whole = Store(copy_store(empty_store, store.path.with_name("whole.duckdb")))
-    expected = run(on_text, whole, InProcessPool(on_text.model, THREADS))
-    with pytest.raises(KeyboardInterrupt):
-        run(on_text, store, _FailingPool(on_text.model, 2))
-    assert store.query("from head_effects").num_rows == 0
-    finished = store.query("select count(*) as n from arms where status = 'finished'").to_pylist()[0]["n"]
-    answered = store.query("select count(distinct arm_id) as n from responses").to_pylist()[0]["n"]
-    assert finished + answered > 0 and finished < 1 + LAYERS * HEADS
-    assert run(on_text, store, InProcessPool(on_text.model, THREADS)) == expected
-    query = "from head_effects order by all"
-    assert store.query(query).to_pylist() == whole.query(query).to_pylist()
-    shown = store.query("select layer, head, significant from effect_summary").to_pylist()
-    assert {(row["layer"], row["head"]): row["significant"] for row in shown} == {
-        (effect.layer, effect.head): effect.significant for effect in expected.effects
-    }
-    assert len(shown) == LAYERS * HEADS
-
-
-@pytest.mark.slow
-def test_the_table_costs_less_than_065_masked_evaluations_per_head(
-    tmp_path: Path, task_folder: Path, store: Store, empty_store: Path
-) -> None:
-    """The layers that run, in tokens, of a model with the shape of the demo: 6 layers of 8 heads."""
-    layers, heads = 6, 8
-    model = make_model("llama", vocabulary=300)
-    config = model.config
-    config.update({"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 4, "head_dim": 4})
-    config.layer_types = None
-    folder = tmp_path / "deep"
-    type(model)(config).save_pretrained(folder)
-    make_tokenizer(300).save_pretrained(folder)
-    spec = ModelSpec(str(folder))
-    tasks = TaskConfig(("counting",), include_path=str(task_folder))
-    table = _work(spec, lambda pool: run_ablate(Ablate(spec, tasks), run_on(pool, store)))
-    other = Store(copy_store(empty_store, tmp_path / "other.duckdb"))
-    evaluation = Evaluate(spec, tasks, recall=None)
-    both = _work(spec, lambda pool: run_evaluation(evaluation, run_on(pool, other), [BASELINE, mask_arm([(0, 0)])]))
-    masked = both / 2  # the mask of a head in the first layer shares nothing with the baseline
-    assert table <= 0.65 * layers * heads * masked
-
-
-def _work(spec: ModelSpec, run: Any) -> int:
-    """Return the tokens that all layers together computed."""
-    pool, found = InProcessPool(spec, THREADS), [0]
-
-    def count(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        found[0] += hidden.shape[0] * hidden.shape[1]
-
-    lm = pool._model()
-    for site in lm.grid.sites:
-        lm.module(site.path).register_forward_pre_hook(count, with_kwargs=True)
-    run(pool)
-    return found[0]
-
-
-@pytest.mark.slow
-def test_another_value_is_another_run_with_other_arms(
-    on_text: Ablate, store: Store, pool: InProcessPool, corpus_folder: Path
-) -> None:
-    mean = replace(on_text, replacement=ReplacementConfig("mean", CorpusSpec(str(corpus_folder)), texts=5))
-    runs = [run(config, store, pool) for config in (on_text, mean)]
-    assert runs[0].run_id != runs[1].run_id
-    assert values_of(runs[0].effects) != values_of(runs[1].effects)
-    (arm,) = store.query("select * from arms where name like 'head 1:2 by mean %'").to_pylist()
-    texts = json.loads(arm["config"])["replacement_texts"]
-    assert texts["texts"] == 5 and texts["corpus"] == str(corpus_folder)
 
 
 def test_bad_settings_name_their_fix(on_text: Ablate, on_task: Ablate, tmp_path: Path) -> None:

@@ -15,15 +15,11 @@ import pytest
 import torch
 
 import headscan
-from headscan.cluster.placements import WholePlacement
 from headscan.cluster.pool import IncompleteError, InProcessPool
-from headscan.cluster.ray_pool import RayPool
-from headscan.engine import shared_row_likelihood
 from headscan.engine.answer import AnswerItem
 from headscan.engine.arms import BASELINE, Arm, mask_arm
 from headscan.engine.bundles import BUNDLE_SIZE
 from headscan.errors import NotFiniteError, StoreFullError
-from headscan.layers.shared_rows import read_shared_row
 from headscan.model_spec import ModelSpec
 from headscan.settings.evaluation_settings import TaskConfig
 from headscan.steps.evaluate import Evaluate
@@ -158,18 +154,6 @@ def test_a_run_with_abandoned_requests_fails_and_resumes(config: Evaluate, store
     resumes(config, store, undisturbed)
 
 
-@pytest.mark.slow
-def test_a_run_resumes_after_its_first_arm(config: Evaluate, store: Store, undisturbed: Store) -> None:
-    def leave(line: str) -> None:
-        if line.startswith("baseline: acc"):
-            raise Interrupted
-
-    with pytest.raises(Interrupted):
-        run(config, store, CountingPool(config.model), say=leave)
-    assert store.query("from arms where status = 'finished'").num_rows == 1
-    resumes(config, store, undisturbed)
-
-
 def test_a_run_resumes_after_its_process_is_killed(
     config: Evaluate, store: Store, tmp_path: Path, undisturbed: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,16 +259,6 @@ def test_slow_arms_are_answered_in_small_bundles(spec: ModelSpec, task_folder: P
         assert fast.equals(slow)
 
 
-@pytest.mark.slow
-def test_two_replicas_on_ray_give_every_digit_of_one_in_process(
-    config: Evaluate, store: Store, undisturbed: Store
-) -> None:
-    with RayPool(config.model, WholePlacement(2, "cpu", 1)) as pool:
-        run(config, store, pool)
-    for ours, whole in zip(answers(store), answers(undisturbed), strict=True):
-        assert ours.equals(whole)
-
-
 def test_a_model_that_cannot_continue_a_prefix_is_reported(task_folder: Path, tmp_path: Path) -> None:
     make_model("jamba", vocabulary=300).save_pretrained(tmp_path / "jamba")
     make_tokenizer(300).save_pretrained(tmp_path / "jamba")
@@ -293,33 +267,6 @@ def test_a_model_that_cannot_continue_a_prefix_is_reported(task_folder: Path, tm
     said: list[str] = []
     run(config, Store(tmp_path / "s.duckdb"), CountingPool(spec), ARMS[:1], say=said.append)
     assert "prompts are read whole: continuing from a cached prefix changes the hidden states of this model" in said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("share", [None, False])
-def test_in_half_precision_a_rule_that_ablates_nothing_changes_no_digit(
-    share: bool | None, config: Evaluate, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = dataclasses.replace(config.model, dtype="bfloat16")
-    idle = Arm("rule", ArmKind.RULE, headscan.HeadRule("output_norm", -1.0), "output_norm")
-    tasks = dataclasses.replace(config.tasks, num_fewshot=4)
-    half = dataclasses.replace(config, model=spec, tasks=tasks, share_prefixes=share)
-    rows = []
-    monkeypatch.setattr(
-        shared_row_likelihood,
-        "read_shared_row",
-        lambda *args, **limits: rows.append(args) or read_shared_row(*args, **limits),
-    )
-    run(half, store, CountingPool(spec), [BASELINE, idle], batch_tokens=2000)
-    assert bool(rows) == (share is None)
-    of_baseline, of_rule = (
-        store.query(
-            "select answers.* exclude (arm_id) from answers join arms using (arm_id) where name = ? order by all",
-            [name],
-        )
-        for name in ("baseline", "rule")
-    )
-    assert of_baseline.num_rows > 0 and of_baseline.equals(of_rule)
 
 
 def test_an_arm_with_nan_answers_is_named_and_the_others_stay(config: Evaluate, store: Store) -> None:

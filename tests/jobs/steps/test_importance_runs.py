@@ -13,9 +13,9 @@ import torch
 
 import headscan
 from headscan.cli.main import main
-from headscan.cluster.pool import Pool, WorkError, open_pool
+from headscan.cluster.pool import Pool, open_pool
 from headscan.engine.arms import criterion_masks
-from headscan.errors import InterventionError, SelectionError, SequenceError, UnknownNameError
+from headscan.errors import InterventionError, SelectionError, UnknownNameError
 from headscan.gradients.head_importance import default_loss
 from headscan.model_spec import ModelSpec
 from headscan.ranking.head_ranking import rank_importance
@@ -82,33 +82,6 @@ def test_rows_equal_the_librarys_numbers(config: Importance, store: Store) -> No
     )
     (counts,) = store.query("select sum(head_rows) as rows, sum(sequences) as texts from shards").to_pylist()
     assert counts == {"rows": len(texts) * 18, "texts": len(texts)}
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_resumes_with_the_same_rows(
-    config: Importance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, store = Store(tmp_path / "whole.duckdb"), Store(tmp_path / "s.duckdb")
-    expected = run(config, whole)
-    measure, left = importance_task.head_gradients, [2]
-
-    def breaks(*args: object) -> dict[str, torch.Tensor]:
-        left[0] -= 1
-        if left[0] < 0:
-            raise SequenceError("made to fail")
-        return measure(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(importance_task, "head_gradients", breaks)
-        with pytest.raises(WorkError, match=r"shard \d+: made to fail"):
-            run(config, store)
-    assert [row["status"] for row in store.runs("importance")] == ["failed"]
-    assert store.query("from importance_summary").num_rows == 0
-    resumed = run(config, store)
-    assert resumed.run_id == expected.run_id
-    assert resumed.skipped >= 1 and resumed.skipped + resumed.measured == expected.measured
-    assert rows(store, resumed.run_id) == rows(whole, expected.run_id)
-    assert run(config, store, refuse) == CorpusRunResult(resumed.run_id, True)
 
 
 @pytest.mark.slow

@@ -94,19 +94,6 @@ def test_the_other_methods_order_is_that_of_a_store(context: ModelContext, tmp_p
     np.testing.assert_allclose(needs / needs.max(), [head.score for head in plan.heads], rtol=1e-3)
 
 
-@pytest.mark.slow
-def test_a_plan_loses_no_more_than_the_other_methods_on_the_prompts_that_chose_it(context: ModelContext) -> None:
-    measurement = Measurement.of(SMALL, context)
-    order = measurement.distant_order(SMALL.windows[0])
-    assert order is not None and sorted(order) == sorted(measurement.units)
-    for count in (9, 18):
-        plan = run_plan(SMALL, context, WindowHeads(count))
-        other = KeptKeys.of([(*head, SMALL.windows[0]) for head in order[:count]])
-        losses = measurement.nats(measurement.ranking, [plan.kept, other])
-        assert all((nats[0] - nats[1]).mean() <= 1e-6 for nats in losses.values())
-        assert "sets of windows were measured with window masks" in plan.notes[1]
-
-
 #: Loss that each window adds to a request.
 AddedLoss = Callable[[Request], float]
 

@@ -277,7 +277,9 @@ def test_a_killed_part_resumes_and_merges(
     options = "--max-tokens 40 --mode chunk --min-tokens 5 --limit-sequences 30 --shard-size 2 --batch-tokens 150"
     command = ["scan", config.model.source, "--corpus", config.corpus.name, *options.split(), "--part", "2/3"]
     command += ["--store", str(path)]
-    kill_after(1, command)
+    seen = []
+    kill_after(1, command, lambda: seen.append(Store(path).runs()[0]["status"]))
+    assert [*seen, Store(path).runs()[0]["status"]] == ["running", "interrupted"]
     assert 1 <= stored_shards(path) < Store(parts[1]).runs()[0]["finished_shards"]
     assert main(command) == 0
     assert "part 2/3 of run" in capsys.readouterr().out

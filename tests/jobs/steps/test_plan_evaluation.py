@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from headscan.cli.main import main
-from headscan.cluster.placements import StreamedPlacement
-from headscan.cluster.pool import InProcessPool, Pool, StagingError, open_pool
+from headscan.cluster.pool import InProcessPool, Pool
 from headscan.engine import answer
 from headscan.engine.arms import BASELINE, Arm
 from headscan.errors import UnsupportedModelError
@@ -180,42 +179,6 @@ def test_a_stopped_evaluation_resumes_with_the_same_rows(
     run(asked, broken, pool, arms)
     assert likelihoods(broken) == likelihoods(store)
     assert calls[0] not in calls[before:] and calls[1] in calls[before:]  # its answers were stored
-
-
-@pytest.mark.slow
-def test_forward_runs_range_by_range_and_decode_does_not(
-    spec: ModelSpec, plan: HeadPlan, pool: InProcessPool, task_folder: Path, store: Store, tmp_path: Path
-) -> None:
-    asked = config(spec, task_folder)
-    arms = [BASELINE, *plan_arms(plan, ["forward"], 0)]
-    apart = Store(tmp_path / "apart.duckdb")
-    run(asked, store, pool, arms)
-    with open_pool(spec, StreamedPlacement("cpu", 1, 1 << 30, ((0, 1), (1, 3)))) as staged:
-        with pytest.raises(
-            StagingError, match=r"decode evicts keys.*Use the mode forward, or `placement=whole`"
-        ) as caught:
-            run(asked, apart, staged, [BASELINE, *plan_arms(plan, ["decode"], 0)])
-        assert "\n" not in str(caught.value) and not apart.path.exists()
-        run(asked, apart, staged, arms)
-    whole, ours = likelihoods(store), likelihoods(apart)
-    assert ours.keys() == whole.keys()
-    for name, values in whole.items():
-        assert ours[name] == pytest.approx(values, abs=1e-5)
-
-
-@pytest.mark.slow
-def test_in_half_precision_all_arms_use_the_same_kernels(
-    spec: ModelSpec, model: PlannedModel, task_folder: Path, store: Store
-) -> None:
-    """A plan that changes nothing would otherwise differ from the baseline by rounding."""
-    half = replace(spec, dtype="bfloat16")
-    (arm,) = plan_arms(plan_for(model, 0), ["forward"], 0)
-    asked = config(half, task_folder)
-    run(asked, store, InProcessPool(half, THREADS), [BASELINE, arm])
-    found = likelihoods(store)
-    assert found[arm.name] == found["baseline"]
-    (stored,) = store.runs("evaluate")
-    assert "of rules" in stored["config"]["rounding"]
 
 
 def test_layers_that_continue_token_by_token_are_refused_in_decode(

@@ -1,7 +1,5 @@
 """Train a small classifier and a small encoder-decoder on synthetic tasks, in one or two minutes on two cores.
 
-    python -m tests.jobs.steps.train_small_models FOLDER
-
 The classifier names the colour after the word `pick`; other colours in the text distract. The encoder-decoder writes
 the words of the source in reverse order, each in another language.
 """
@@ -9,7 +7,6 @@ the words of the source in reverse order, each in another language.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -145,17 +142,3 @@ def train_translator(folder: Path, steps: int = 1200) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def main(folder: Path) -> None:
-    """Train both models into a folder, with examples that they have not seen."""
-    folder.mkdir(parents=True, exist_ok=True)
-    train_classifier(folder / "classifier")
-    train_translator(folder / "translator")
-    for name, make in ("classifier", coloured), ("translator", reversed_words):
-        write_examples(folder / f"{name}-train.tsv", examples(make, 400, 10**6))
-        write_examples(folder / f"{name}-dev.tsv", examples(make, 400, 10**6 + 1))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
