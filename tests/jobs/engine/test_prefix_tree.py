@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from headscan.engine.answering import request_chunks
-from headscan.texts.prefix_tree import PrefixNode, common_tokens, prefix_tree
+from headscan.texts.prefix_tree import PrefixNode, common_tokens, join_similar, prefix_tree
 from headscan.texts.token_requests import GenerationRequest, Request, request_hash
 
 Tokens = tuple[int, ...]
@@ -149,3 +149,44 @@ def test_hashes_distinguish_requests_and_are_equal_in_every_process() -> None:
     ]
     assert len({request_hash(request) for request in requests}) == len(requests)
     assert request_hash(requests[0]) == "d60e0d742c92ab86c67910d2ada4707b"
+
+
+def grouped(sequences: Sequence[Tokens], cost: int, most: int) -> PrefixNode:
+    root = prefix_tree(sequences, [len(tokens) for tokens in sequences], cost)
+    join_similar(root, cost, most)
+    return root
+
+
+def walked_groups(group: PrefixNode, before: Tokens = ()) -> Iterator[tuple[PrefixNode, list[Tokens]]]:
+    """Every group, and its whole prefixes."""
+    prefixes = [(*before, *tokens) for tokens in group.tokens] or [before]
+    yield group, prefixes
+    for child in group.children:
+        assert len(prefixes) == 1, "longer prefixes continue one"
+        yield from walked_groups(child, prefixes[0])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_sequence_continues_its_own_prefix(seed: int) -> None:
+    random = Random(seed)
+    sequences = random_sequences(random)
+    cost, most = random.randint(0, 6), random.choice([1, 20, 60, 1000])
+    found: list[int] = []
+    for group, prefixes in walked_groups(grouped(sequences, cost, most)):
+        assert {len(prefix) for prefix in prefixes} == {group.end}
+        for row, index in group.sequences:
+            assert sequences[row][: group.end] == prefixes[index]
+        found += [row for row, _ in group.sequences]
+        if len(prefixes) > 1:
+            assert len(prefixes) * group.end <= most
+    assert sorted(found) == list(range(len(sequences)))
+
+
+def test_similar_prefixes_are_cut_to_one_length() -> None:
+    prefixes = [tuple(range(100 * n, 100 * n + length)) for n, length in enumerate((50, 48, 47, 20), start=1)]
+    sequences = [(*prefix, 9000 + n) for prefix in prefixes for n in range(4)]
+    root = grouped(sequences, 30, 1000)
+    assert [len(group.tokens) for group in root.children] == [3, 1]  # 27 tokens less would be read by 4 sequences each
+    assert root.children[0].end == 47 and root.children[1].end == 20
+    assert [len(group.tokens) for group in grouped(sequences, 30, 100).children] == [2, 1, 1]
+    assert [len(group.tokens) for group in grouped(sequences, 30, 40).children] == [1, 1, 1, 1]

@@ -48,7 +48,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelSpec
 
     def spec(family: str) -> ModelSpec:
         if not (root / family).exists():
-            make_model(family).save_pretrained(root / family)
+            make_model(family).save_pretrained(root / family, max_shard_size="100KB")
         return ModelSpec(str(root / family))
 
     return spec

@@ -1,17 +1,20 @@
-"""Runs that resume with other software, another device or other code of the model."""
+"""Runs that resume with other software, another device or other code of the model, and runs whose inputs changed."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import headscan
 from headscan.cli.main import main
-from headscan.cluster.pool import InProcessPool, open_pool
+from headscan.cluster.pool import InProcessPool
 from headscan.engine.arms import BASELINE, mask_arm
 from headscan.errors import ResumeError
 from headscan.loading import load_spec
@@ -24,18 +27,55 @@ from headscan.runs.run_context import Run
 from headscan.settings.evaluation_settings import TaskConfig
 from headscan.steps.evaluate import Evaluate
 from headscan.steps.probe import Probe
+from headscan.steps.run_corpus import CorpusRunResult
 from headscan.steps.run_evaluation import run_evaluation
 from headscan.steps.run_probe import run_probe
-from headscan.steps.run_scan import run_scan
+from headscan.steps.run_scan import MeasureShard, run_scan
 from headscan.steps.scan import Scan
 from headscan.store.store import Store
-from tests.jobs.conftest import THREADS, make_tokenizer, run_on
-from tests.jobs.runs.interrupted_scans import interrupt, run
+from headscan.texts import CorpusSpec, TokenConfig
+from tests.jobs.conftest import THREADS, make_tokenizer, of_threads, refuse, run_on
 from tests.small_models import make_model
 
 ROWS = "from head_statistics order by run_id, sequence, layer, head"
 ARMS = [BASELINE, mask_arm([(2, 1), (2, 3)])]
 TORCH = package_versions()["torch"]
+
+
+@pytest.fixture
+def config(spec: ModelSpec, corpus_folder: Path, tmp_path: Path) -> Scan:
+    """A scan of five shards, of a corpus and a model that a test may change."""
+    texts = Path(shutil.copytree(corpus_folder, tmp_path / "texts"))
+    model = Path(shutil.copytree(spec.source, tmp_path / "tiny-llama"))
+    tokens = TokenConfig(20, min_tokens=5)
+    return Scan(ModelSpec(str(model)), CorpusSpec(str(texts)), tokens, shard_size=2, statistics=("entropy",))
+
+
+class Interrupted(Exception):
+    pass
+
+
+class DyingPool(InProcessPool):
+    """Measures two shards."""
+
+    def map(self, task, items):  # type: ignore[no-untyped-def]
+        for count, finished in enumerate(super().map(task, items)):
+            if isinstance(getattr(task, "func", task), MeasureShard) and count == 2:
+                raise Interrupted
+            yield finished
+
+
+def run(config: Scan, store: Store, **options: Any) -> CorpusRunResult:
+    return run_scan(config, Run(config.model, store, of_threads, **options))
+
+
+def interrupt(config: Scan, store: Store) -> str:
+    """Leave a scan with two shards."""
+    with pytest.raises(Interrupted):
+        run_scan(config, Run(config.model, store, lambda _: DyingPool(config.model, THREADS)))
+    (left,) = store.runs()
+    assert (left["status"], left["finished_shards"], left["total_shards"]) == ("failed", 2, 5)
+    return str(left["run_id"])
 
 
 def other_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +112,7 @@ def test_a_scan_resumes_with_other_software_only_on_request(
         if change is other_device:  # known once the model is loaded
             run(config, store)
         else:
-            run_scan(config, Run(config.model, store, lambda _: pytest.fail("the model was loaded")))
+            run_scan(config, Run(config.model, store, refuse))
     assert f"cannot resume run {run_id}" in str(refused.value) and named in str(refused.value)
     assert store.runs() == before and store.query(ROWS).equals(rows)
 
@@ -98,9 +138,7 @@ def test_a_finished_scan_is_done_and_says_that_the_software_changed(
     run_id = run(config, store).run_id
     other_torch(monkeypatch)
     said: list[str] = []
-    again = run_scan(
-        config, Run(config.model, store, lambda _: pytest.fail("a finished scan opened a pool"), say=said.append)
-    )
+    again = run_scan(config, Run(config.model, store, refuse, say=said.append))
     assert again.already_done
     changes = f"torch {TORCH} -> 99.0"
     assert said == [f"run {run_id} is complete, with other software or another device ({changes}); its rows stay"]
@@ -160,12 +198,12 @@ def test_an_evaluation_asks_before_more_arms_are_added(
 def test_a_probe_asks_as_scans_do(spec: ModelSpec, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = BehaviourProbe(sequences=2, tokens=8)
     config = Probe(spec, ("induction_score",), probe=settings)
-    run_id = run_probe(config, Run(spec, store, lambda _: open_pool(spec, THREADS))).run_id
+    run_id = run_probe(config, Run(spec, store, of_threads)).run_id
     store.finish_run(run_id, status="failed")
     other_torch(monkeypatch)
     with pytest.raises(ResumeError, match=run_id):
-        run_probe(config, Run(spec, store, lambda _: open_pool(spec, THREADS)))
-    assert run_probe(config, Run(spec, store, lambda _: open_pool(spec, THREADS), resume_anyway=True)).run_id == run_id
+        run_probe(config, Run(spec, store, of_threads))
+    assert run_probe(config, Run(spec, store, of_threads, resume_anyway=True)).run_id == run_id
     (row,) = store.runs("probe")
     assert [entry["packages"]["torch"] for entry in row["provenance"]] == [TORCH, "99.0"]
 
@@ -218,7 +256,7 @@ def test_a_model_with_other_code_files_resumes_only_on_request(config: Scan, own
     (old,) = store.resolve_run(run_id)["provenance"]
     (own_code / "scaling.py").write_text("SCALE = 2.0\n")
     with pytest.raises(ResumeError, match=f"model code files {old['code_files_hash']} -> [0-9a-f]{{16}}"):
-        run_scan(config, Run(config.model, store, lambda _: pytest.fail("the model was loaded")))
+        run_scan(config, Run(config.model, store, refuse))
     assert run(config, store, resume_anyway=True).skipped == 2
     hashes = [entry["code_files_hash"] for entry in store.resolve_run(run_id)["provenance"]]
     assert hashes == [old["code_files_hash"], identify(config.model).code_files_hash]
@@ -248,3 +286,78 @@ def test_the_version_covers_the_code_that_measures(tmp_path: Path, monkeypatch: 
         assert documented == version(b'class A:\n    def f(self):\n        return "a"\n')
         assert documented != version(b'class A:\n    def f(self):\n        return "b"\n')
     code_version.cache_clear()
+
+
+def changed_line(said: list[str], run_id: str) -> str:
+    (line,) = (line for line in said if run_id in line)
+    return line
+
+
+def test_a_corpus_that_changed_names_the_unfinished_scan(config: Scan, store: Store, tmp_path: Path) -> None:
+    run_id = interrupt(config, store)
+    (Path(config.corpus.name) / "07.txt").write_text("another text " * 20)
+    said: list[str] = []
+    new = run(config, store, say=said.append)
+    assert new.run_id != run_id
+    assert changed_line(said, run_id).startswith(
+        f"corpus changed since run {run_id} (failed, 2 of 5 shards). A new run begins"
+    )
+    # It is named once: the run that began is finished, and the command finds it.
+    said.clear()
+    assert run(config, store, say=said.append).already_done and said == []
+    # The corpus of another place is another command's.
+    texts = Path(shutil.copytree(config.corpus.name, tmp_path / "more"))
+    (texts / "07.txt").write_text("other text " * 20)
+    run(dataclasses.replace(config, corpus=CorpusSpec(str(texts))), store, say=said.append)
+    assert not [line for line in said if run_id in line]
+
+
+def test_weights_or_settings_that_changed_name_the_unfinished_scan(config: Scan, store: Store) -> None:
+    run_id = interrupt(config, store)
+    said: list[str] = []
+    run(config, store, batch_tokens=100, say=said.append)
+    assert changed_line(said, run_id).startswith(f"batch_tokens changed since run {run_id}")
+    model = make_model("llama", vocabulary=300)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
+    model.save_pretrained(config.model.source)
+    said.clear()
+    run(config, store, say=said.append)
+    assert changed_line(said, run_id).startswith(f"weights changed since run {run_id} (failed, 2 of 5 shards)")
+
+
+def test_questions_that_changed_name_the_unfinished_evaluation(
+    spec: ModelSpec, task_folder: Path, store: Store, tmp_path: Path
+) -> None:
+    tasks = Path(shutil.copytree(task_folder, tmp_path / "tasks"))
+    described = json.loads((tasks / "counting.yaml").read_text())
+    config = Evaluate(spec, TaskConfig(("counting",), include_path=str(tasks), limit=3), recall=None)
+    pool = InProcessPool(spec, THREADS)
+    run_id = run_evaluation(config, run_on(pool, store), [BASELINE])
+    store.finish_run(run_id, status="failed")
+    described["doc_to_text"] = "What follows? {{q}}"
+    (tasks / "counting.yaml").write_text(json.dumps(described))
+    said: list[str] = []
+    assert run_evaluation(config, run_on(pool, store, say=said.append), [BASELINE]) != run_id
+    assert changed_line(said, run_id).startswith(f"questions changed since run {run_id} (failed). A new run begins")
+
+
+def test_a_given_shard_size_resumes_only_runs_of_this_size(
+    config: Scan, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the largest size, under which stores have the runs that chose their own."""
+    monkeypatch.setattr("headscan.steps.run_corpus._SHARD_SECONDS", 1e-9)
+    lines: list[str] = []
+    chosen, one, largest = (dataclasses.replace(config, shard_size=size) for size in (None, 1, 64))
+    with pytest.raises(Interrupted):
+        run_scan(chosen, Run(config.model, store, lambda _: DyingPool(config.model, THREADS)))
+    (begun,) = store.runs()
+    assert (begun["config"]["shard_size"], begun["finished_shards"]) == (1, 2)
+    own = run(largest, store, say=lines.append)
+    assert own.run_id != begun["run_id"] and own.skipped == 0
+    assert any(line.startswith(f"shard_size changed since run {begun['run_id']}") for line in lines)
+    assert store.resolve_run(own.run_id, "scan")["config"]["shard_size"] == 64
+    resumed = run(one, store)
+    assert (resumed.run_id, resumed.skipped) == (begun["run_id"], 2)
+    assert run(chosen, store) == CorpusRunResult(begun["run_id"], already_done=True)
+    assert run(largest, store) == CorpusRunResult(own.run_id, already_done=True)

@@ -11,7 +11,7 @@ import pytest
 import headscan
 from headscan.catalog import BEHAVIOURS
 from headscan.cli.main import main
-from headscan.cluster.pool import Pool, WorkError, open_pool
+from headscan.cluster.pool import WorkError
 from headscan.errors import ModelLoadError, SequenceError, StoreError, UnknownNameError
 from headscan.measure.behaviour_probes import Needle
 from headscan.measure.probe_settings import BehaviourProbe
@@ -23,7 +23,7 @@ from headscan.steps.run_probe import NEEDLES, ProbeResult, run_probe
 from headscan.store.store import Store
 from headscan.texts import CorpusError, CorpusSpec
 from tests.jobs.cli.test_cli import fails
-from tests.jobs.conftest import THREADS
+from tests.jobs.conftest import of_threads, refuse
 from tests.small_models import make_model
 
 REPEATS = ("induction_score", "duplicate_token_score", "previous_token_score")
@@ -43,17 +43,9 @@ def bare_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def of_threads(model: ModelSpec) -> Pool:
-    return open_pool(model, THREADS)
-
-
 def run(config: Probe, store: Store, make_pool: PoolFactory = of_threads) -> ProbeResult:
     with Run(config.model, store, make_pool, batch_tokens=1300) as of_model:
         return run_probe(config, of_model)
-
-
-def refuse(_: ModelSpec) -> Pool:
-    raise AssertionError("no replica is needed")
 
 
 def values(store: Store, run_id: str, name: str) -> np.ndarray:

@@ -23,7 +23,7 @@ import torch
 import headscan
 from headscan.catalog import PROFILES, STATISTICS, MassWidths, panel_names
 from headscan.cli.main import main
-from headscan.cluster.pool import IncompleteError, InProcessPool, Pool, WorkError, open_pool
+from headscan.cluster.pool import IncompleteError, InProcessPool, WorkError
 from headscan.errors import HeadscanError, NotFiniteError, SequenceError, StoreError, StoreFullError, UnknownNameError
 from headscan.loading import load_spec
 from headscan.model_spec import ModelSpec
@@ -40,7 +40,8 @@ from headscan.steps.scan import Scan
 from headscan.store.records import ShardRecord, ShardToWrite
 from headscan.store.store import Store
 from headscan.texts import CorpusReport, CorpusSpec, Shard, TokenConfig, open_corpus, sequences, shards
-from tests.jobs.conftest import THREADS, make_tokenizer
+from tests.jobs.conftest import THREADS, make_tokenizer, of_threads, refuse
+from tests.jobs.runs.test_resume import DyingPool, Interrupted
 from tests.jobs.steps.killed_scans import kill_after, stored_shards
 from tests.numbers.all_values import read_sites
 from tests.small_models import make_model
@@ -51,12 +52,8 @@ ROWS = "select * exclude (run_id) from head_statistics order by sequence, layer,
 
 @pytest.fixture
 def config(spec: ModelSpec, corpus_folder: Path) -> Scan:
-    tokens = TokenConfig(60, mode="chunk", min_tokens=5)
+    tokens = TokenConfig(60, mode="chunk", min_tokens=5, limit_sequences=15)
     return Scan(spec, CorpusSpec(str(corpus_folder)), tokens, shard_size=3)
-
-
-def of_threads(model: ModelSpec) -> Pool:
-    return open_pool(model, THREADS)
 
 
 def run(config: Scan, store: Store, make_pool: PoolFactory = of_threads, **options: Any) -> CorpusRunResult:
@@ -90,7 +87,7 @@ def test_rows_equal_the_result_of_collect(config: Scan, store: Store) -> None:
     assert row["total_shards"] == row["finished_shards"] == result.measured
     named = dataclasses.replace(config, statistics=panel_names("full"))
     for again in (full, named):
-        found_again = run(again, store, lambda _: pytest.fail("a finished scan opened a pool"))
+        found_again = run(again, store, refuse)
         assert (found_again.run_id, found_again.already_done) == (result.run_id, True)
     few = run(dataclasses.replace(config, statistics=("entropy",)), store)
     assert few.run_id != result.run_id
@@ -158,20 +155,9 @@ def test_cut_documents_are_counted_among_those_that_were_read(
         assert line.startswith(f"{result.report.truncated} of 10 documents")
 
 
-class Interrupted(Exception):
-    pass
-
-
 def test_a_stopped_scan_resumes_where_it_was(config: Scan, tmp_path: Path) -> None:
     undisturbed, stopped = Store(tmp_path / "a.duckdb"), Store(tmp_path / "b.duckdb")
     whole = run(config, undisturbed)
-
-    class DyingPool(InProcessPool):
-        def map(self, task, items):  # type: ignore[no-untyped-def]
-            for count, finished in enumerate(super().map(task, items)):
-                if isinstance(getattr(task, "func", task), MeasureShard) and count == 2:
-                    raise Interrupted
-                yield finished
 
     with pytest.raises(Interrupted):
         run(config, stopped, lambda model: DyingPool(model, THREADS))
@@ -265,7 +251,7 @@ def test_numbers_that_are_not_finite_are_kept_as_null(config: Scan, store: Store
     message = f"{wrong} rows of head_statistics hold values that came out as NaN or infinite: NULL there"
     assert lines[-1] == message
     lines.clear()
-    again = run(keeping, store, lambda _: pytest.fail("a finished scan opened a pool"), say=lines.append)
+    again = run(keeping, store, refuse, say=lines.append)
     assert again.already_done and lines == [message]
 
 
