@@ -85,18 +85,15 @@ def test_exports_without_effect_are_refused(settings: dict[str, Any], message: s
         ExportConfig(**{"format": "gguf", "out": "x", "model": spec, **settings})
 
 
-def test_a_referee_refuses_to_remove_all_heads(spec: ModelSpec) -> None:
-    with pytest.raises(InterventionError, match=r"`shares=1` \(limit below 1\)"):
-        Referee(spec, compared=CriteriaComparison(shares=(0.5, 1.0)), texts=TEXTS)
-
-
-def test_unknown_methods_of_a_pruning_are_refused(pruning: Callable[..., Prune]) -> None:
+def test_methods_and_shares_that_cannot_be_are_refused(pruning: Callable[..., Prune], spec: ModelSpec) -> None:
     step = pruning()
     with pytest.raises(UnknownNameError, match=r"unknown method 'damge'; did you mean damage\?"):
         replace(step, methods=("damge",))
     replace(step, methods=("mine",), orders={"mine": [(0, 0)]})
     with pytest.raises(HeadscanError, match="`run_id` has no effect without a criterion of a run in `methods`"):
         replace(step, run_id="1a2b")
+    with pytest.raises(InterventionError, match=r"`shares=1` \(limit below 1\)"):
+        Referee(spec, compared=CriteriaComparison(shares=(0.5, 1.0)), texts=TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -153,17 +150,12 @@ def test_masks_and_orders_of_prunings_are_lists_by_name(
         pruning(**settings)
 
 
-def test_a_size_of_the_cache_needs_units_that_free_it(pruning: Callable[..., Prune]) -> None:
+def test_sizes_and_folders_of_a_pruning(pruning: Callable[..., Prune], spec: ModelSpec, tmp_path: Path) -> None:
     with pytest.raises(PruningError, match="`kv_bytes` needs `unit` group or layer: single query heads free no KV"):
         pruning(kv_bytes=1000, at=64, unit="head")
     assert pruning(kv_bytes=1000, at=64).removed_unit == "group"
     assert pruning(kv_bytes=1000, at=64, unit="layer").removed_unit == "layer"
     assert pruning().removed_unit == "head"
-
-
-def test_the_output_folder_of_models_and_studies_is_a_path_or_a_text(
-    spec: ModelSpec, pruning: Callable[..., Prune], tmp_path: Path
-) -> None:
     for make in (lambda out: pruning(out=out), lambda out: Study(spec, CorpusSpec("texts/"), out)):
         assert make(tmp_path) == make(str(tmp_path)) and make(str(tmp_path)).out == tmp_path
 
@@ -266,43 +258,12 @@ def numbers_of(cls: Any) -> dict[str, tuple[FieldType, tuple[Any, ...]]]:
 
 
 #: Exported dataclasses that steps make, that users may make from arms and texts, and those of a model and its heads.
-RECORDS = {
-    "Arm",
-    "ArmVerdict",
-    "AttentionSite",
-    "BuiltModel",
-    "CorpusRunResult",
-    "Exported",
-    "GatesResult",
-    "Generated",
-    "GenerationComparison",
-    "HeadEffect",
-    "HeadGrid",
-    "HeadMask",
-    "HeadMeans",
-    "HeadPlan",
-    "HeadRule",
-    "HeadSamples",
-    "HeldOutText",
-    "KeptKeys",
-    "KvWindows",
-    "LoadedModel",
-    "Needle",
-    "PairedDifference",
-    "ProbeResult",
-    "PruneResult",
-    "RandomHeads",
-    "Saving",
-    "Sharding",
-    "ShareVerdict",
-    "SiteMask",
-    "SitePoint",
-    "StudyAnswer",
-    "SweepChoice",
-    "SweepResult",
-    "Verdict",
-    "Window",
-}
+RECORDS = frozenset(
+    "Arm ArmVerdict AttentionSite BuiltModel CorpusRunResult Exported GatesResult Generated GenerationComparison "
+    "HeadEffect HeadGrid HeadMask HeadMeans HeadPlan HeadRule HeadSamples HeldOutText KeptKeys KvWindows "
+    "LoadedModel Needle PairedDifference ProbeResult PruneResult RandomHeads Saving Sharding ShareVerdict SiteMask "
+    "SitePoint StudyAnswer SweepChoice SweepResult Verdict Window".split()
+)
 
 
 @pytest.fixture
@@ -398,10 +359,12 @@ def test_settings_refuse_what_is_not_of_the_class_of_a_field(all_settings: dict[
     assert {"Scan.tokens", "Evaluate.tasks", "Prune.texts", "Referee.compared", "Study.model"} <= checked
 
 
-def test_an_option_that_steps_lack_is_named(spec: ModelSpec, tmp_path: Path) -> None:
+def test_options_that_are_unknown_or_exclude_each_other_are_refused(spec: ModelSpec, tmp_path: Path) -> None:
     step = Scan(spec, CorpusSpec("python-stdlib"), TokenConfig(64))
     with pytest.raises(TypeError, match=r"^unknown option 'here'\. Choose from devices, ray_address, "):
         step.run(tmp_path / "s.duckdb", here=True)  # type: ignore[call-arg]
+    with pytest.raises(HeadscanError, match=r"^`stages` is only for `placement=pipeline`\. Leave out one of the two$"):
+        PlacementRequest("whole", stages=2)
 
 
 @pytest.mark.parametrize(
@@ -426,11 +389,6 @@ def test_options_are_checked_before_files_are_read(
     for step in (Scan(labelled.model, CorpusSpec("python-stdlib"), TokenConfig(64)), labelled):
         with pytest.raises(HeadscanError, match=message):
             step.run(tmp_path / "s.duckdb", **options)
-
-
-def test_placements_and_options_that_exclude_each_other_are_refused_when_they_are_made() -> None:
-    with pytest.raises(HeadscanError, match=r"^`stages` is only for `placement=pipeline`\. Leave out one of the two$"):
-        PlacementRequest("whole", stages=2)
 
 
 CORPUS = CorpusSpec("python-stdlib")

@@ -77,11 +77,7 @@ def test_a_prefix_is_shared_as_soon_as_it_saves_more_than_a_pass() -> None:
     assert [inner.tokens for inner in child.children] == [[(3, 4)]]
 
 
-def test_no_sequences_are_an_empty_tree() -> None:
-    assert prefix_tree([], [], 0) == PrefixNode(0, [])
-
-
-def test_nests_that_are_deeper_than_the_stack_are_walked() -> None:
+def test_trees_may_be_empty_and_deeper_than_the_stack() -> None:
     sequences = [tuple(range(length)) for length in range(1, 1501)]
     root = prefix_tree(sequences, [len(tokens) for tokens in sequences], 0)
     found = 0
@@ -90,6 +86,7 @@ def test_nests_that_are_deeper_than_the_stack_are_walked() -> None:
         found += 1
     assert found == 1499
     assert root.end == 1499
+    assert prefix_tree([], [], 0) == PrefixNode(0, [])
 
 
 # Items of work
@@ -119,16 +116,13 @@ def test_items_hold_every_request_once_with_its_hash(batch_tokens: int) -> None:
         assert [requests[found] for found in item.hashes] == [*item.requests]
 
 
-def test_items_do_not_depend_on_the_order_of_requests() -> None:
+def test_items_do_not_depend_on_the_order_of_requests_and_hold_common_prefixes() -> None:
     requests = random_requests(1)
     items = request_chunks(requests, 40)
     assert len(items) > 5
     for seed in range(5):
         shuffled = Random(seed).sample(list(requests), len(requests))
         assert request_chunks({found: requests[found] for found in shuffled}, 40) == items
-
-
-def test_requests_with_a_common_prefix_are_in_one_item() -> None:
     beginnings = [(n,) * 20 for n in range(8)]
     requests = {request_hash(r): r for b in beginnings for n in range(4) for r in [Request((*b, n, n), 1)]}
     shuffled = Random(0).sample(list(requests), len(requests))

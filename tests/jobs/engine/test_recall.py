@@ -341,10 +341,6 @@ def test_rows_of_a_choice_and_of_a_continuation() -> None:
 # A third family
 
 
-def test_every_family_has_a_generator() -> None:
-    assert set(GENERATORS) == set(RECALL_FAMILIES)
-
-
 def test_a_third_family_costs_an_entry_and_a_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Questions, prompts, numbers, limits of verdicts and the tables of a study follow from the entry."""
 
@@ -404,15 +400,13 @@ def test_a_plan_that_cannot_be_is_refused(wrong: dict[str, object], says: str) -
         RecallQuestions(**wrong)  # type: ignore[arg-type]
 
 
-def test_a_family_that_is_unknown_is_refused() -> None:
-    with pytest.raises(UnknownNameError, match="unknown family of recall questions 'needel'; did you mean needle"):
-        RecallQuestions(in_all={"needel": 4})
-
-
-def test_numbers_by_family_identify_a_run_as_their_list_did() -> None:
+def test_families_are_known_and_identify_a_run() -> None:
     """Runs that are unfinished have the list in their fingerprint."""
     assert RecallQuestions((256,)).settings() == {"lengths": (256,), "questions": None, "seed": 0}
     assert RecallQuestions(in_all={"copying": 700, "needle": 464}).settings()["in_all"] == (464, 700)
+    with pytest.raises(UnknownNameError, match="unknown family of recall questions 'needel'; did you mean needle"):
+        RecallQuestions(in_all={"needel": 4})
+    assert set(GENERATORS) == set(RECALL_FAMILIES)
 
 
 def test_lengths_that_do_not_fit_name_the_one_that_does() -> None:

@@ -124,7 +124,7 @@ def test_messages_of_the_library_name_the_flags_of_the_command_line() -> None:
     assert with_flags(untouched, verb) == untouched
 
 
-def test_nothing_is_foretold_before_something_is_done() -> None:
+def test_progress_has_a_rate_of_new_work_and_the_time_left() -> None:
     out = io.StringIO()
     with Progress("scan", 10, "shards", every=0.0, stream=out) as progress:
         progress.skip(4)
@@ -134,13 +134,15 @@ def test_nothing_is_foretold_before_something_is_done() -> None:
     assert first == "scan: 4 of 10 shards"
     assert second.startswith("scan: 6 of 10 shards, ") and "/s, " in second and second.endswith(" left")
     assert last.startswith("scan: 6 shards in ")
-
-
-def test_more_than_the_total_leaves_no_time() -> None:
     out = io.StringIO()
     with Progress("scan", 1, "shards", every=0.0, stream=out) as progress:
         progress.update(3)
     assert ", 0.0 s left" in out.getvalue()
+    out = io.StringIO()
+    with Progress("damage", 100, "prompts", every=0.0, stream=out) as progress:
+        progress.count(90, is_new=False)
+        progress.count(0, is_new=True)
+    assert out.getvalue().splitlines()[0] == "damage: 90 of 100 prompts"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +161,7 @@ def test_durations_are_short(seconds: float, text: str) -> None:
     assert time_text(seconds) == text
 
 
-def test_a_line_comes_while_nothing_is_finished() -> None:
+def test_lines_of_long_work_and_of_short_work() -> None:
     out = io.StringIO()
     with Progress("importance", 8, "sequences", every=0.02, stream=out):
         for _ in range(500):
@@ -167,9 +169,6 @@ def test_a_line_comes_while_nothing_is_finished() -> None:
                 break
             time.sleep(0.01)
         assert out.getvalue().splitlines()[0] == "importance: 0 of 8 sequences"
-
-
-def test_short_brief_work_prints_nothing_and_long_work_its_time() -> None:
     out = io.StringIO()
     with Progress("moments", 3, "batches", brief=True, stream=out) as progress:
         progress.update(3)
@@ -181,14 +180,6 @@ def test_short_brief_work_prints_nothing_and_long_work_its_time() -> None:
             time.sleep(0.01)
     first, *_, last = out.getvalue().splitlines()
     assert first == "report: at work for 0.0 s" and last.startswith("report: ") and "at work" not in last
-
-
-def test_known_work_does_not_enter_the_rate() -> None:
-    out = io.StringIO()
-    with Progress("damage", 100, "prompts", every=0.0, stream=out) as progress:
-        progress.count(90, is_new=False)
-        progress.count(0, is_new=True)
-    assert out.getvalue().splitlines()[0] == "damage: 90 of 100 prompts"
 
 
 def test_a_notebook_shows_a_bar() -> None:

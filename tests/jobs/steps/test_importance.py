@@ -80,14 +80,27 @@ def test_rows_equal_the_librarys_numbers(config: Importance, store: Store) -> No
     assert counts == {"rows": len(texts) * 18, "texts": len(texts)}
 
 
-@pytest.mark.slow
-def test_another_reduction_is_another_run(config: Importance, store: Store) -> None:
+def test_the_sum_over_tokens_and_batches_in_halves(
+    config: Importance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another reduction is another run; batches without enough memory are halved."""
+    store, other = Store(tmp_path / "s.duckdb"), Store(tmp_path / "halved.duckdb")
     mean, total = run(config, store), run(replace(config, reduction="sum"), store)
     assert mean.run_id != total.run_id
     values = [np.array([row["gate_gradient"] for row in rows(store, each.run_id)]) for each in (mean, total)]
     tokens = store.query("select sequence, any_value(tokens) as tokens from sequences group by all order by all")
     factor = np.repeat(tokens["tokens"].to_numpy() - 1, 18)
     np.testing.assert_allclose(values[1], values[0] * factor, rtol=1e-4, atol=1e-6)
+    measure = importance_task.head_gradients
+
+    def small(lm, loss):
+        if len(loss.lengths) > 1:
+            raise torch.OutOfMemoryError("made to fail")
+        return measure(lm, loss)
+
+    monkeypatch.setattr(importance_task, "head_gradients", small)
+    halved = [row["gate_gradient"] for row in rows(other, run(config, other).run_id)]
+    np.testing.assert_allclose(halved, values[0], rtol=2e-4, atol=1e-6)
 
 
 def test_recall_prompts_follow_the_texts_and_leave_their_numbers(
@@ -136,24 +149,6 @@ def test_recall_prompts_follow_the_texts_and_leave_their_numbers(
         criterion_masks(store, both, "importance_recall", [0.5], "inactive")
     with pytest.raises(InterventionError, match=r"no finished importance of .* --recall-prompts 16` on it first"):
         find_run(store, replace(identity, name="o", config_hash="o"), "importance_recall", None)
-
-
-def test_memory_that_runs_out_halves_batches(
-    config: Importance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stores = [Store(tmp_path / f"{i}.duckdb") for i in range(2)]
-    expected = run(config, stores[0])
-    measure = importance_task.head_gradients
-
-    def small(lm, loss):
-        if len(loss.lengths) > 1:
-            raise torch.OutOfMemoryError("made to fail")
-        return measure(lm, loss)
-
-    monkeypatch.setattr(importance_task, "head_gradients", small)
-    run(config, stores[1])
-    found = [[row["gate_gradient"] for row in rows(store, expected.run_id)] for store in stores]
-    np.testing.assert_allclose(found[1], found[0], rtol=2e-4, atol=1e-6)
 
 
 def test_settings_out_of_range_are_named(config: Importance) -> None:

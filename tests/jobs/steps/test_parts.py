@@ -108,13 +108,6 @@ def test_a_part_is_no_finished_scan(parts: list[Path], config: Scan, tmp_path: P
     assert run(config, path, "2/3", refuse).already_done
 
 
-def test_parts_have_the_same_shards_on_any_device(config: Scan, tmp_path: Path) -> None:
-    path = tmp_path / "s.duckdb"
-    run(dataclasses.replace(config, shard_size=None), path, "1/2")
-    [found] = Store(path).runs()
-    assert found["config"]["shard_size"] == 16  # an undivided scan would have shards of 64
-
-
 @pytest.mark.parametrize("rest", [None, "1/2"])
 def test_the_rest_of_a_part_completes_the_run(rest: str | None, whole: Path, config: Scan, tmp_path: Path) -> None:
     path = tmp_path / "s.duckdb"
@@ -139,10 +132,14 @@ def test_a_part_continues_a_merge_of_which_no_source_read_all(
     assert row_differences(merged, whole) == dict.fromkeys(SCAN_TABLES, 0)
 
 
-def test_more_parts_than_shards_are_empty(config: Scan, tmp_path: Path) -> None:
+def test_more_parts_than_shards_are_empty_and_shards_have_one_size_everywhere(config: Scan, tmp_path: Path) -> None:
     result = run(config, tmp_path / "s.duckdb", "500/500")
     assert result.measured == 0
     assert Store(tmp_path / "s.duckdb").runs()[0]["status"] == "part"
+    path = tmp_path / "s.duckdb"
+    run(dataclasses.replace(config, shard_size=None), path, "1/2")
+    [found] = Store(path).runs()
+    assert found["config"]["shard_size"] == 16  # an undivided scan would have shards of 64
 
 
 @pytest.mark.parametrize("text", ["0/8", "9/8", "3", "3/", "-1/8", "3/0", "a/b"])

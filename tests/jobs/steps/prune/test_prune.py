@@ -269,14 +269,11 @@ def test_bad_input_leaves_nothing_behind(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s.duckdb"]
 
 
-def test_wrong_recall_settings_are_refused() -> None:
+def test_recall_settings_of_a_pruning(tmp_path: Path) -> None:
     with pytest.raises(PruningError, match=r"^`prompts=12` \(limit a multiple of 8\)"):
         RecallPrompts(prompts=12)
     with pytest.raises(PruningError, match=r"^`weight=-1` \(limit 0\)"):
         RecallPrompts(weight=-1.0)
-
-
-def test_a_weight_of_zero_asks_no_recall_prompt(tmp_path: Path) -> None:
     texts = PruneTexts(CorpusSpec("texts/"))
     without = Prune(ModelSpec("model"), out=tmp_path, share=0.3, texts=texts, recall_prompts=RecallPrompts(weight=0.0))
     assert without.recall_prompts.prompts == 0
