@@ -119,7 +119,8 @@ def test_a_folder_computes_the_logits_of_the_model_and_is_read_back(
     model = check(lm, written.folder)
     assert model.config["num_attention_heads"] == written.heads
     skipped = [each["attention"]["no_op"] for each in model.config["block_configs"]]
-    assert skipped == [False, case == "no attention", False]  # engines cannot skip the first layer
+    is_gone = case in ("no attention", "two layers without attention")
+    assert skipped == [False, is_gone, False]  # engines cannot skip the first layer
     if name != "llama-mqa-wide":
         again, tokens = headscan.load(written.folder), ids(lm)
         assert torch.allclose(logits(lm, tokens), logits(again, tokens), atol=1e-5)
@@ -177,14 +178,6 @@ def test_folders_that_cannot_be_read_back_are_refused(tmp_path: Path, monkeypatc
     file.write_text(json.dumps({name: value for name, value in config.items() if name != "headscan_model"}))
     with pytest.raises(ModelLoadError, match="without the configuration of its model"):
         headscan.load(folder)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_added_biases_are_kept_also_where_attention_is_gone(name: str, tmp_path: Path) -> None:
-    removed = [*((0, head) for head in range(6)), *((1, head) for head in range(6)), (2, 4)]
-    weights = {f"model.layers.{layer}.self_attn.o_proj.bias": torch.randn(48) for layer in range(3)}
-    lm = headscan.slice_heads(make_loaded(name), removed, weights)
-    check(lm, write_decilm(lm, tmp_path / "served").folder)
 
 
 @pytest.mark.parametrize(

@@ -36,11 +36,12 @@ REMOVED = {
     "uneven": [(0, 0), (2, 1), (2, 2), (2, 5)],
     "no attention": [(1, head) for head in range(6)],
     "first layer without attention": [*((0, head) for head in range(6)), (2, 3)],
+    "two layers without attention": [*((layer, head) for layer in (0, 1) for head in range(6)), (2, 4)],
     "equal": [(layer, head) for layer in range(3) for head in (1, 4)],
 }
 
 #: Cases with biases that stand for the mean output of removed heads.
-WITH_BIAS = [("group", True), ("no attention", True), ("first layer without attention", True)]
+WITH_BIAS = [("group", True), ("no attention", True), ("two layers without attention", True)]
 
 
 def without_heads(lm: LoadedModel, case: str, has_bias: bool) -> LoadedModel:
