@@ -1,4 +1,4 @@
-"""Settings and options of steps: what is refused, and when."""
+"""Settings and options of steps: what is refused, and when; batch sizes, and the memory that placements reserve."""
 
 from __future__ import annotations
 

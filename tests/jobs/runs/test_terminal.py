@@ -1,4 +1,4 @@
-"""Control characters of a store, a corpus or a model do not reach a terminal."""
+"""Progress in a log and on a terminal, which control characters of a store, a corpus or a model do not reach."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of single heads equals one full forward per masked head, and runs few layers for it."""
+"""The table of single heads equals one full forward per masked head; the verbs `ablate`, `rank` and `sweep --replace`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MMLU without letters: lm-eval's own form, length-normalised, for the same questions as the letters."""
+"""MMLU without letters in lm-eval's own form, and the index of lm-eval's tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arms that another model answers: compared, resumed, and never loaded together with the baseline."""
+"""Arms that another model answers: compared, and never loaded together with the baseline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arms of a plan: names, shares and details, random plans of the same bytes, and plans of other models."""
+"""Arms of a plan, evaluations of them, plans of other models, and caches from a plan alone."""
 
 from __future__ import annotations
 

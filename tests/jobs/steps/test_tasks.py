@@ -1,4 +1,4 @@
-"""Results of tasks and groups equal lm-eval's own for every kind of task and prompt."""
+"""Requests, answers and results of tasks and groups equal lm-eval's own for every kind of task and prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pruning from the command line: models, controls, verdict, and what a user can get wrong."""
+"""Pruning from the command line: models, controls, verdict, kills, and what a user can get wrong."""
 
 from __future__ import annotations
 
