@@ -1,4 +1,4 @@
-"""Prefixes are shared and grouped rightly, where that pays, and items of work do not depend on the order of requests."""
+"""Prefixes are shared and grouped rightly, where that pays, and items of work do not hang on the order of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of single heads equals one full forward per masked head; the verbs `ablate`, `rank` and `sweep --replace`."""
+"""The table of single heads equals a full forward per masked head; the verbs `ablate`, `rank` and `sweep --replace`."""
 
 from __future__ import annotations
 
