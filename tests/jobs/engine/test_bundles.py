@@ -112,7 +112,7 @@ def test_prefixes_read_once_give_the_likelihoods_of_whole_requests(family: str, 
     assert shared.ablated_shares == whole.ablated_shares == pytest.approx((ablated,) * len(REQUESTS))
 
 
-@pytest.mark.parametrize(("family", "mask"), zip(SHARING, [*MASKS, MASKS[1]], strict=True))
+@pytest.mark.parametrize(("family", "mask"), [*zip(SHARING, [*MASKS, MASKS[1]], strict=True)])
 def test_prefixes_of_several_questions_are_read_together(family: str, mask: headscan.HeadMask | None) -> None:
     lm, random = make_loaded(family), Random(1)
     start = random.choices(range(5, VOCABULARY), k=70)

@@ -75,17 +75,16 @@ def test_rows_equal_the_instruments_scores_and_are_measured_once(config: Probe, 
     assert (row["status"], row["num_layers"], row["num_heads"], row["bos_policy"]) == ("finished", 3, 6, "always")
     assert row["config"]["lengths"] == [500, 600]
     assert row["corpus_hash"].count("-") == 1
-    first = result
-    assert run(config, store, refuse) == ProbeResult(first.run_id, True)
+    assert run(config, store, refuse) == ProbeResult(result.run_id, True)
     settings = replace(config.probe, seed=1)
     other = run(replace(config, probe=settings), store)
-    assert other.run_id != first.run_id
-    assert not np.array_equal(*(values(store, r.run_id, "induction_score") for r in (first, other)))
+    assert other.run_id != result.run_id
+    assert not np.array_equal(*(values(store, r.run_id, "induction_score") for r in (result, other)))
     # What only decides prompts that are not asked for makes no other run.
-    few = replace(config, behaviours=("induction_score",))
-    alone = run(few, store)
-    longer = replace(few, probe=replace(config.probe, lengths=(700,)), corpus=CorpusSpec("python-stdlib"))
-    assert run(longer, store, refuse) == ProbeResult(alone.run_id, True)
+    few = Probe(config.model, ("induction_score",), probe=config.probe)
+    short = run(few, store)
+    longer = replace(few, probe=replace(config.probe, lengths=(700,)))
+    assert run(longer, store, refuse) == ProbeResult(short.run_id, True)
     assert {r["kind"] for r in store.runs()} == {"probe"}
 
 
@@ -108,7 +107,7 @@ def test_a_probe_that_fails_starts_over(config: Probe, store: Store, monkeypatch
 
     monkeypatch.setattr(Store, "add_behaviours", full)
     with pytest.raises(StoreError, match="made to fail"):
-        run(replace(config, behaviours=("induction_score",)), store)
+        run(Probe(config.model, ("induction_score",), probe=config.probe), store)
     assert sorted(r["status"] for r in store.runs("probe")) == ["failed", "finished"]
 
 
