@@ -133,10 +133,9 @@ def test_a_part_continues_a_merge_of_which_no_source_read_all(
 
 
 def test_more_parts_than_shards_are_empty_and_shards_have_one_size_everywhere(config: Scan, tmp_path: Path) -> None:
-    result = run(config, tmp_path / "s.duckdb", "500/500")
-    assert result.measured == 0
-    assert Store(tmp_path / "s.duckdb").runs()[0]["status"] == "part"
-    path = tmp_path / "s.duckdb"
+    path, empty = tmp_path / "s.duckdb", tmp_path / "empty.duckdb"
+    assert run(config, empty, "500/500").measured == 0
+    assert Store(empty).runs()[0]["status"] == "part"
     run(dataclasses.replace(config, shard_size=None), path, "1/2")
     [found] = Store(path).runs()
     assert found["config"]["shard_size"] == 16  # an undivided scan would have shards of 64
