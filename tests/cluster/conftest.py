@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,13 @@ def ray_nodes(*cpus: int) -> Iterator[Any]:
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def wait_for(reached: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
 
 
 @pytest.fixture

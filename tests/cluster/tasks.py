@@ -6,13 +6,17 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 import headscan
+from headscan.cluster.placements import WholePlacement
+from headscan.cluster.pool import InProcessPool
 from headscan.errors import SequenceError
+from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 
 
@@ -28,6 +32,12 @@ class Job(NamedTuple):
 def measure(lm: LoadedModel, job: Job) -> list[float]:
     ids = torch.arange(20)[None] * (job.number + 1) % lm.vocab_size
     return [float(value.mean()) for value in headscan.collect(lm, ids).values()]
+
+
+def quiet_values(spec: ModelSpec, jobs: Sequence[Job]) -> dict[int, list[float]]:
+    """Return what `measure` finds in this process."""
+    with InProcessPool(spec, WholePlacement(1, "cpu", 1)) as local:
+        return {done.item.number: done.value for done in local.map(measure, jobs)}
 
 
 def die_once(lm: LoadedModel, job: Job) -> int:

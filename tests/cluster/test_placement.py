@@ -69,14 +69,11 @@ def whole(*nodes: Node, **wishes: Any) -> WholePlacement:
     return found
 
 
-def test_replicas_share_the_cores() -> None:
+def test_replicas_share_the_cores_that_the_user_allows() -> None:
     assert whole(cpu(), device="cpu") == WholePlacement(1, "cpu", 8)
     placement = whole(cpu(), device="cpu", replicas=3)
     assert (placement.replicas, placement.threads) == (3, 2)
     assert placement.describe() == "placement: whole, 3 replicas on cpu, 2 CPU threads each"
-
-
-def test_workers_use_no_more_threads_than_the_user_allows() -> None:
     assert whole(cpu(), device="cpu", max_threads=3).threads == 3
     assert whole(cpu(), device="cpu", replicas=3, max_threads=3).threads == 2
     assert whole(gpus(1 << 40), max_threads=3).threads == 3
@@ -85,7 +82,7 @@ def test_workers_use_no_more_threads_than_the_user_allows() -> None:
     assert plan(cpu(), placement="streamed", device="cpu", max_threads=3).placement.threads == 3
 
 
-def test_more_replicas_than_devices_are_refused() -> None:
+def test_devices_that_are_too_few_or_not_there_are_named() -> None:
     with pytest.raises(PlacementError, match=r"`replicas=0` \(limit 1\). Raise `replicas`"):
         plan(cpu(), replicas=0, device="cpu")
     with pytest.raises(PlacementError, match="limit 2 on this machine: one CPU per replica"):
@@ -100,9 +97,6 @@ def test_more_replicas_than_devices_are_refused() -> None:
     assert whole(four, device="cuda:1") == WholePlacement(1, "cuda:1", 16)
     with pytest.raises(PlacementError, match="on n the last GPU is cuda:3"):
         plan(four, device="cuda:4")
-
-
-def test_devices_that_are_not_there_are_named() -> None:
     with pytest.raises(PlacementError, match="unknown device 'toaster'"):
         plan(cpu(), device="toaster")
     with pytest.raises(PlacementError, match=r"`device=cuda`: this machine has no GPU. Use `device=cpu`"):
@@ -230,7 +224,7 @@ def test_layers_beyond_the_devices_are_offloaded() -> None:
         plan(cpu(), offload="cpu")
 
 
-def test_a_pipeline_of_the_requested_number_of_stages() -> None:
+def test_pipelines_have_the_requested_stages_and_a_copy_of_a_tied_head() -> None:
     assert plan(cpu(cpus=2), stages=2).placement == PipelinePlacement(1, ((0, 5), (5, 10)), "cpu", 1)
     nodes = [gpus(9999, 9999)] * 3
     found = plan(*nodes, placement="pipeline", stages=3).placement
@@ -243,15 +237,12 @@ def test_a_pipeline_of_the_requested_number_of_stages() -> None:
     assert plan(*[gpus(need)] * 3, stages=3).batch_tokens == 10
     with pytest.raises(PlacementError, match=r"needed on each of 3 stages .* 1 B missing"):
         plan(*[gpus(need - 1)] * 3, stages=3)
-
-
-def test_a_tied_head_is_copied_to_the_last_stage() -> None:
     tied = replace(SIZES, tied=True, head=0, embedding=300)
     assert plan(cpu(), sizes=tied, stages=2).devices[-1].weights == 500 + 300 + 10
     assert [d.weights for d in plan(gpus(9999, 9999), sizes=tied, gpus_per_replica=2).devices] == [610, 700]
 
 
-def test_streaming_keeps_within_its_memory() -> None:
+def test_streaming_keeps_within_its_memory_or_is_refused() -> None:
     found = plan(gpus(9999), memory=700)
     assert isinstance(found.placement, StreamedPlacement)
     # 700 less rest, batch and hidden states: 485, half of it for the range that runs, half for the next one.
@@ -266,9 +257,6 @@ def test_streaming_keeps_within_its_memory() -> None:
     assert on_cpu.devices[0].total == found.devices[0].total + ACTIVE + WAITING
     for node, need in ((gpus(9999), WEIGHTS + ACTIVE + WAITING), (cpu(), WEIGHTS + 2 * (ACTIVE + WAITING))):
         assert plan(node, memory=need).placement.ranges == ((0, 10),)  # type: ignore[union-attr]
-
-
-def test_streaming_that_would_not_keep_within_it_is_refused() -> None:
     with pytest.raises(PlacementError, match=r"for two layers and a pass .limit 400 B; .*Raise `memory`"):
         plan(cpu(), memory=400)
     with pytest.raises(PlacementError, match=r"`memory=700 B` .limit 500 B of the CPU; 200 B missing"):
@@ -336,7 +324,7 @@ def test_more_memory_never_offers_smaller_batches() -> None:
     assert offered == sorted(offered)
 
 
-def test_models_that_cannot_be_divided_stay_whole() -> None:
+def test_wishes_that_no_placement_fulfils_are_refused() -> None:
     encoder = replace(SIZES, decoder=False)
     with pytest.raises(PlacementError, match="cannot be divided: its layers cannot run on their own"):
         plan(cpu(), sizes=encoder, stages=2)
@@ -345,9 +333,6 @@ def test_models_that_cannot_be_divided_stay_whole() -> None:
     assert isinstance(plan(cpu(), sizes=formless).placement, WholePlacement)
     with pytest.raises(PlacementError, match="no list of layers"):
         plan(gpus(9999, 9999), sizes=formless, placement="sharded")
-
-
-def test_wishes_that_exclude_each_other_are_refused() -> None:
     with pytest.raises(PlacementError, match="`stages` is only for `placement=pipeline`"):
         plan(cpu(), placement="whole", stages=2)
     with pytest.raises(PlacementError, match="`memory` is only for `placement=streamed`"):

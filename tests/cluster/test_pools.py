@@ -1,104 +1,26 @@
-"""Both pools give the same results, and handle failing tasks and workers. Passes that run out of memory are halved."""
+"""Memory that runs out halves passes, GPUs are those of the placement, and replicas that never start are named."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from headscan.cluster.placement_base import PlacementError
+from headscan.cluster import supervision
+from headscan.cluster.placement_base import PlacementError, Timeouts
 from headscan.cluster.placements import ShardedPlacement, WholePlacement
-from headscan.cluster.pool import IncompleteError, InProcessPool, PassTask, Pool, WorkError, open_pool, run_pass
-from headscan.cluster.ray_pool import RayPool
-from headscan.cluster.supervision import MAX_ATTEMPTS
-from headscan.errors import HeadscanError
+from headscan.cluster.pool import InProcessPool, PassTask, run_pass
+from headscan.cluster.supervision import Replica, SupervisedPool, replicas_that_fit
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel, Sharding
 from headscan.models.token_batches import Batch
 from tests.cluster import tasks
 from tests.cluster.tasks import Job
 from tests.small_models import make_loaded
-
-
-@pytest.fixture(scope="module")
-def ray_pool(spec: ModelSpec) -> Iterator[Pool]:
-    with RayPool(spec, WholePlacement(2, "cpu", 1)) as pool:
-        yield pool
-
-
-def test_ray_and_in_process_give_the_same(spec: ModelSpec, ray_pool: Pool, jobs: list[Job]) -> None:
-    with open_pool(spec, WholePlacement(1, "cpu", 1)) as local:
-        assert isinstance(local, InProcessPool)
-        here = {done.item.number: done.value for done in local.map(tasks.measure, jobs)}
-    there = list(ray_pool.map(tasks.measure, iter(jobs)))
-    assert {done.item.number: done.value for done in there} == here
-    assert ray_pool.replicas == 2
-    assert all(done.seconds > 0 for done in there)
-
-
-def test_a_dead_workers_items_run_again(
-    ray_pool: Pool, jobs: list[Job], caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture
-) -> None:
-    assert sorted(done.value for done in ray_pool.map(tasks.die_once, jobs)) == list(range(6))
-    assert (Path(jobs[0].folder) / "died").exists()
-    assert len([line for line in caplog.messages if "failed and is replaced" in line]) == 1
-    assert "A worker died" not in "".join(capfd.readouterr())
-
-
-@pytest.mark.slow
-def test_an_item_that_kills_every_worker_is_given_up(ray_pool: Pool, jobs: list[Job]) -> None:
-    # The others share a worker with the killer, and are not given up for it.
-    done = []
-    with pytest.raises(IncompleteError, match=f"job 1: {MAX_ATTEMPTS} workers failed on it") as told:
-        for result in ray_pool.map(tasks.always_die, jobs):
-            done.append(result.value)
-    assert sorted(done) == [0, 2, 3, 4, 5]
-    assert (told.value.items, told.value.exit_code) == ([jobs[1]], 3)
-    assert (Path(jobs[0].folder) / "failures").read_text() == "x" * MAX_ATTEMPTS
-    assert [done.value for done in ray_pool.map(tasks.die_once, [jobs[5]])] == [5]
-
-
-@pytest.mark.parametrize("kind", ["ray", "local"])
-def test_an_error_of_the_task_is_named_and_not_tried_again(
-    kind: str, spec: ModelSpec, ray_pool: Pool, jobs: list[Job]
-) -> None:
-    pool = ray_pool if kind == "ray" else open_pool(spec, WholePlacement(1, "cpu", 1))
-    with pytest.raises(WorkError, match=r"^job 2: too long: shorten it$"):
-        list(pool.map(tasks.user_error, jobs))
-    ran = [path.name for path in Path(jobs[0].folder).iterdir() if path.name.startswith("ran-2-")]
-    assert len(ran) == 1
-    with pytest.raises(ZeroDivisionError, match="in 0"):
-        list(pool.map(tasks.bug, jobs[:1]))
-
-
-def test_items_are_drawn_only_when_somebody_is_free(ray_pool: Pool, jobs: list[Job]) -> None:
-    drawn = 0
-
-    def endless() -> Iterator[Job]:
-        nonlocal drawn
-        while True:
-            drawn += 1
-            yield jobs[0]
-
-    results = ray_pool.map(tasks.measure, endless())
-    for _ in range(4):
-        next(results)
-    results.close()
-    assert drawn <= 4 + 2 * ray_pool.replicas
-
-
-def test_a_model_that_does_not_load_is_the_users_error(ray_pool: Pool, tmp_path: Path) -> None:
-    absent = ModelSpec(str(tmp_path / "absent"))
-    with RayPool(absent, WholePlacement(1, "cpu", 1)) as pool, pytest.raises(HeadscanError, match="no such folder"):
-        list(pool.map(tasks.measure, [Job(0, "")]))
-
-
-def test_gpus_that_a_cluster_lacks_are_refused(ray_pool: Pool, spec: ModelSpec) -> None:
-    with pytest.raises(PlacementError, match=r"`replicas=2` need 2 GPUs .limit 0 of the Ray cluster"):
-        RayPool(spec, WholePlacement(2, "cuda", 1))
 
 
 def test_a_replica_here_takes_the_gpus_by_which_it_was_placed(
@@ -158,3 +80,115 @@ def test_a_loaded_model_remembers_for_all_its_sites() -> None:
     other = replace(lm, limits=make_loaded("llama").limits)
     task(other, None)
     assert task.tried[5:] == [4, 2, 2]  # type: ignore[attr-defined]
+
+
+def test_how_many_replicas_fit() -> None:
+    nodes = [{"CPU": 4.0}, {"CPU": 2.0, "GPU": 1.0}]
+    assert replicas_that_fit(nodes, [{"CPU": 2}], 8) == 3
+    assert replicas_that_fit(nodes, [{"CPU": 3}], 8) == 1
+    assert replicas_that_fit(nodes, [{"CPU": 3}, {"CPU": 2}], 8) == 1  # the stages of a pipeline on two nodes
+    assert replicas_that_fit(nodes, [{"CPU": 0, "GPU": 1}], 8) == 1
+    assert replicas_that_fit(nodes, [{"CPU": 0}], 8) == 8
+
+
+class _SilentRay:
+    """A replacement of Ray, with a clock: a node has room for an actor, but no actor ever answers."""
+
+    exceptions = SimpleNamespace(
+        **{
+            name: type(name, (Exception,), {})
+            for name in (
+                "RayActorError",
+                "OutOfMemoryError",
+                "ObjectLostError",
+                "ActorUnschedulableError",
+                "RuntimeEnvSetupError",
+            )
+        }
+    )
+
+    def __init__(self) -> None:
+        self.now, self.killed, self.closed = 0.0, 0, False
+        self.ray = self  # the session, too
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, references: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        self.now += 1.1 * timeout
+        return [], references
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": {}}]
+
+    def available_resources(self) -> dict[str, float]:
+        return {}
+
+    def kill(self, actor: Any) -> None:
+        self.killed += 1
+
+    def lost(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class _SilentReplica(Replica):
+    def __init__(self, ray: Any) -> None:
+        super().__init__(ray, [SimpleNamespace(beat=self)])
+
+    def options(self, **options: Any) -> Any:
+        return SimpleNamespace(remote=object)
+
+    def wants_more(self) -> bool:
+        return True
+
+    def submit(self, task: Any, job: Any) -> None:
+        raise AssertionError("no item is sent before the first heartbeat")
+
+    def references(self) -> list[Any]:
+        return []
+
+    def take(self, reference: Any) -> None:
+        raise AssertionError("no result can arrive")
+
+    def drop(self) -> None:
+        self.jobs.clear()
+
+
+class _SilentPool(SupervisedPool):
+    """A pool whose replicas never start; ``room`` of them can be made."""
+
+    def __init__(self, ray: Any, count: int, room: int) -> None:
+        self.room = room
+        super().__init__(ray, count, [{"GPU": 0, "CPU": 0}], Timeouts(start=300))
+
+    def new_replica(self) -> Replica:
+        if not self.room:
+            raise PlacementError("no room")
+        self.room -= 1
+        return _SilentReplica(self._ray)
+
+
+def test_every_minute_without_a_replica_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ray = _SilentRay()
+    monkeypatch.setattr(supervision, "time", ray)
+    pool = _SilentPool(ray, 1, 1)
+    for _ in range(2):  # a second map begins to count again
+        caplog.clear()
+        with pytest.raises(
+            PlacementError, match=r"^waiting for a replica on the Ray cluster: 30. s \(limit 300 s; 0 CPU, 0 GPU free\)"
+        ):
+            list(pool.map(tasks.measure, [Job(0, "")]))
+        minutes = [re.search(r"since (\d+) s", message) for message in caplog.messages]
+        assert [int(found[1]) // 60 for found in minutes if found is not None] == [1, 2, 3, 4]
+
+
+def test_a_replica_that_cannot_be_made_closes_the_session() -> None:
+    ray = _SilentRay()
+    with pytest.raises(PlacementError, match="no room"):
+        _SilentPool(ray, 3, 2)
+    assert (ray.killed, ray.closed) == (2, True)

@@ -10,11 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import namedtuple
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,15 +24,11 @@ from headscan.cluster.devices import roomiest_names
 from headscan.cluster.placement_base import PlacementError, Timeouts
 from headscan.cluster.placements import WholePlacement
 from headscan.cluster.ray_pool import RayPool
-from headscan.cluster.ray_session import _check_answer, connect, import_ray, start_local
+from headscan.cluster.ray_session import _check_answer, _check_port, connect, import_ray, start_local
 from headscan.model_spec import ModelSpec
 from tests.cluster import tasks
-from tests.cluster.conftest import ray_nodes
 from tests.cluster.tasks import Job
-from tests.cluster.test_worker_faults import quiet_values, wait_for
 from tests.sources import ROOT
-
-Usage = namedtuple("Usage", "total used free")
 
 
 class FailingRay:
@@ -62,31 +56,35 @@ def test_a_start_that_was_too_slow_is_tried_again() -> None:
     assert (ray.starts, ray.shutdowns) == (2, 1)
 
 
-def test_a_start_that_is_too_slow_twice_is_one_line() -> None:
-    ray = FailingRay(Exception(SLOW), Exception(SLOW))
-    with pytest.raises(
-        PlacementError, match=r"^a local Ray does not start: .* Run the same command again when"
-    ) as error:
+@pytest.mark.parametrize(
+    ("folder", "free", "failure", "message", "starts"),
+    [
+        ("", 1 << 40, Exception(SLOW), r"^a local Ray does not start: .* Run the same command again when", 2),
+        ("long" * 30, 1 << 40, OSError("AF_UNIX path length"), "Set TMPDIR to a shorter path than /tmp/longlong", 1),
+        ("", 1 << 20, RuntimeError("Timed out"), "has 1 MiB free. Free some space there, or set TMPDIR to another", 1),
+    ],
+)
+def test_a_start_that_fails_is_one_line(
+    folder: str, free: int, failure: Exception, message: str, starts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", f"/tmp/{folder}")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    ray = FailingRay(failure, failure)
+    with pytest.raises(PlacementError, match=message) as error:
         start_local(ray, 1)
     assert "\n" not in str(error.value)
-    assert (ray.starts, ray.shutdowns) == (2, 2)
+    assert (ray.starts, ray.shutdowns) == (starts, starts)
 
 
-def test_a_long_temporary_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_TMPDIR", "/tmp/" + "long" * 30)
-    ray = FailingRay(OSError("AF_UNIX path length cannot exceed 107 bytes: /tmp/..."))
-    with pytest.raises(PlacementError, match="Set TMPDIR to a shorter path than /tmp/longlong"):
-        start_local(ray, 1)
-    assert ray.starts == 1, "another start cannot help"
-
-
-def test_a_full_temporary_folder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**30, 2**30 - 2**20, 2**20))
-    ray = FailingRay(RuntimeError("Timed out waiting for file"))
-    with pytest.raises(PlacementError, match=r"has 1 MiB free. Free some space there, or set TMPDIR to another folder"):
-        start_local(ray, 1)
-    assert ray.starts == 1
+def test_without_ray_and_without_a_cluster_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = time.monotonic()
+    with pytest.raises(PlacementError, match=r"^no Ray cluster answers at 127\.0\.0\.1:9: .*\. Start one there"):
+        _check_port("127.0.0.1:9", "no Ray cluster answers at 127.0.0.1:9")
+    assert time.monotonic() - began < 5
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(PlacementError, match=r"^cannot import Ray") as error:
+        import_ray(local=False)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
@@ -127,7 +125,7 @@ def test_a_failed_local_ray_is_restarted(
             if child.name() == "raylet":
                 os.kill(child.pid, signal.SIGKILL)
         found = {first.item.number: first.value} | {done.item.number: done.value for done in results}
-    assert found == quiet_values(spec, jobs)
+    assert found == tasks.quiet_values(spec, jobs)
     assert "the local Ray failed; restarting it" in caplog.text
 
 
@@ -245,33 +243,6 @@ def test_a_watch_ends_with_a_failed_start(monkeypatch: pytest.MonkeyPatch) -> No
     assert psutil.Process().children() == before and "HEADSCAN_LOCAL_RAY" not in {*os.environ} - marks
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_a_command_that_is_killed_while_ray_starts_leaves_nothing(seed: int) -> None:
-    """The moment is random, from the start of Ray's first process to some time after the start of the agents."""
-    code = "from headscan.cluster.ray_session import RaySession; import time; RaySession(1); time.sleep(600)"
-    command = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    rng, started = Random(seed), dict[int, psutil.Process]()
-
-    def seen(name: str) -> bool:
-        started.update({process.pid: process for process in psutil.Process(command.pid).children(recursive=True)})
-        found = []
-        for process in started.values():
-            with suppress(psutil.Error):
-                found.append(" ".join(process.cmdline()))
-        return any(name in line for line in found)
-
-    wait_for(lambda: seen("gcs_server" if seed == 0 else "agent"), "Ray does not start", 120)
-    deadline = time.monotonic() + rng.uniform(0, 2)
-    while time.monotonic() < deadline:
-        seen("agent")
-    seen("agent")
-    command.send_signal(signal.SIGKILL)
-    command.wait()
-    _, left = psutil.wait_procs(list(started.values()), timeout=20)
-    assert not left
-
-
 class DyingWorker:
     """A worker whose process ends before its first heartbeat."""
 
@@ -314,27 +285,6 @@ def test_a_replica_that_never_starts_shows_the_last_lines_of_its_worker(
     ):
         list(pool.map(tasks.measure, [Job(0, str(tmp_path))]))
     assert "\n" not in str(error.value) and len(str(error.value)) < 800
-
-
-@pytest.mark.slow
-def test_waiting_for_a_busy_cluster_has_a_limit(spec: ModelSpec, tmp_path: Path) -> None:
-    with ray_nodes(1) as cluster:
-        ray = import_ray(local=True)
-        holder = ray.remote(num_cpus=1)(_Holder).remote()
-        ray.get(holder.hold.remote())
-        assert cluster is not None
-        with (
-            RayPool(spec, WholePlacement(1, "cpu", 1), timeouts=Timeouts(start=3)) as pool,
-            pytest.raises(PlacementError, match=r"^waiting for a replica on the Ray cluster: \d+ s \(limit 3 s; 0 CPU"),
-        ):
-            list(pool.map(tasks.measure, [Job(0, str(tmp_path))]))
-
-
-class _Holder:
-    """Keeps a CPU of the cluster."""
-
-    def hold(self) -> bool:
-        return True
 
 
 def failing_probe(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:

@@ -21,7 +21,7 @@ import headscan
 from headscan.architectures import FAMILIES, HEADS
 from headscan.cluster.placement_base import PlacementRequest
 from headscan.cluster.placements import WholePlacement
-from headscan.cluster.pool import InProcessPool, Pool
+from headscan.cluster.pool import InProcessPool, Pool, open_pool
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.plans import PlannedModel
@@ -44,6 +44,16 @@ TEXTS = [
     f"{name} counts to {i}: " + " ".join(str(n) for n in range(i)) for i, name in enumerate(("ada", "bo", "cy"), 9)
 ]
 THREADS = WholePlacement(1, "cpu", 1)
+
+
+def of_threads(model: ModelSpec) -> Pool:
+    """Open a pool in this process."""
+    return open_pool(model, THREADS)
+
+
+def refuse(_: ModelSpec) -> Pool:
+    """Fail: the work is done, or a mistake is found, before a model is loaded."""
+    raise AssertionError("a pool was opened")
 
 
 def run_on(pool: Any, store: Store, others: PoolFactory | None = None, **options: Any) -> Run:

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("own_tasks_alone")
 
 #: Multiple choice, perplexity, rolling perplexity, and generation, and the number of questions of each.
 TASKS = ("counting", "ending", "reading", "telling")
-LIMIT = 5
+LIMIT = 3
 
 
 def results_of(model: Any, manager: TaskManager) -> dict[tuple[str, str], float]:

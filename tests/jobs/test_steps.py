@@ -302,15 +302,6 @@ def test_labelled_examples_judge_the_heads_of_a_classifier(
     assert (point.curve[0], point.share) == ("importance", 0.5)
 
 
-def test_prune_saves_a_model_that_loads(
-    spec: ModelSpec, corpus_folder: Path, here: dict[str, Any], tmp_path: Path
-) -> None:
-    texts = PruneTexts(CorpusSpec(str(corpus_folder)), sequences=16, max_tokens=64)
-    step = Prune(spec, out=str(tmp_path / "smaller"), share=0.3, texts=texts, timing=None, skip_verdict=True)
-    (built,) = step.run(tmp_path / "s.duckdb", **here).models
-    assert len(list(headscan.load(built.folder, device="cpu").grid.heads())) < 18
-
-
 def test_prune_takes_the_order_of_a_criterion_from_the_store(
     spec: ModelSpec, corpus_folder: Path, here: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -360,21 +351,13 @@ def test_heads_to_remove_come_from_a_mask_or_a_file(
     assert (built.removed, built.method) == (heads, "heads")
 
 
-def test_the_results_of_all_steps_are_exported() -> None:
+def test_what_is_exported() -> None:
     exported = [getattr(headscan, name) for name in dir(headscan)]
     steps = [each for each in exported if isinstance(each, type) and issubclass(each, Step)]
     assert len(steps) == 12
     results = {each.execute.__annotations__["return"] for each in steps}
     assert results - {"Any"} <= set(dir(headscan))  # a referee has two
-
-
-def test_the_checked_options_of_steps_are_the_declared_ones() -> None:
     assert get_type_hints(headscan.JobOptions) == get_type_hints(open_run._Checked)
-
-
-def test_a_missing_store_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StoreMissingError, match=r"there is no store at .*none.duckdb"):
-        headscan.open_store(tmp_path / "none.duckdb")
 
 
 def test_generate_returns_both_texts(spec: ModelSpec, here: dict[str, Any]) -> None:
@@ -398,7 +381,9 @@ def test_a_step_without_a_store_cannot_resume(option: dict[str, Any], spec: Mode
             step.run(None, **option)
 
 
-def test_a_wait_out_of_range_is_an_error_of_the_store(spec: ModelSpec, tmp_path: Path) -> None:
+def test_faults_of_stores_are_errors_of_the_store(spec: ModelSpec, tmp_path: Path) -> None:
     step = Scan(spec, CorpusSpec("python-stdlib"), TokenConfig(40))
     with pytest.raises(StoreError, match=r"^`lock_timeout=-1` \(limit 0\)\. Raise `lock_timeout`$"):
         step.run(tmp_path / "s.duckdb", lock_timeout=-1)
+    with pytest.raises(StoreMissingError, match=r"there is no store at .*none.duckdb"):
+        headscan.open_store(tmp_path / "none.duckdb")

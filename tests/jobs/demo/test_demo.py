@@ -64,7 +64,7 @@ def test_heads_differ_as_trained_heads_do(lm: headscan.LoadedModel) -> None:
     assert stats["previous_token_weight"].mean(0).max() > 0.3
 
 
-def test_training_never_sees_a_held_out_module() -> None:
+def test_training_and_the_built_in_corpus_never_see_a_held_out_module() -> None:
     held_out = held_out_files()
     assert len(held_out) >= 20
     names = {path.name for path in held_out}
@@ -72,6 +72,10 @@ def test_training_never_sees_a_held_out_module() -> None:
     assert len(seen) > 300
     assert not names & {path.name for path in seen if path.parent == held_out[0].parent}
     assert set(held_out) < set(standard_library_files())
+    seen, held_out = ({path.name for path in files()} for files in (seen_modules, held_out_files))
+    assert len(seen) > 80
+    assert len(held_out) > 20
+    assert not seen & held_out
 
 
 def test_questions_are_deterministic_and_fair() -> None:
@@ -101,10 +105,3 @@ def test_the_demo_finds_a_safe_saving(tmp_path: Path, capsys: pytest.CaptureFixt
     store = Store(tmp_path / "study.duckdb")
     accuracy = store.query("select accuracy from arm_summary where arm = 'baseline' and task = '(all)'").to_pylist()
     assert accuracy[0]["accuracy"] > 0.6
-
-
-def test_built_in_modules_hold_no_text_of_the_held_out_ones() -> None:
-    seen, held_out = ({path.name for path in files()} for files in (seen_modules, held_out_files))
-    assert len(seen) > 80
-    assert len(held_out) > 20
-    assert not seen & held_out

@@ -90,11 +90,6 @@ def test_texts_are_those_of_lm_eval_under_a_plain_hook(
         assert ours.ablated_shares == (len(mask.heads) / 18 if mask else 0.0,) * len(PROMPTS)
 
 
-def test_ablated_heads_change_the_generated_text(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
-    requests = collected(spec, PROMPTS, GREEDY)
-    assert written(lm, requests, MASK).values != written(lm, requests).values
-
-
 def test_a_rule_ablates_the_prompts_inactive_heads_in_every_step(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
     rule = headscan.HeadRule("output_norm_ln", threshold=0.9)
     requests = collected(spec, PROMPTS, GREEDY)
@@ -180,22 +175,16 @@ def test_in_half_precision_all_arms_write_as_rules_do(
     assert [row["response"] for row in texts[:4]] == [row["response"] for row in texts[4:]]
 
 
-def test_a_temperature_alone_asks_for_samples(spec: ModelSpec) -> None:
-    told = {name: value for name, value in SAMPLED.items() if name != "do_sample"}
-    assert collected(spec, [PROMPTS[0]] * 3, told) == collected(spec, [PROMPTS[0]] * 3, SAMPLED)
-
-
-def test_greedy_answers_to_one_prompt_are_computed_once(spec: ModelSpec) -> None:
-    assert len(collected(spec, [PROMPTS[0]] * 3, GREEDY)) == 1
-    assert len(collected(spec, [PROMPTS[0]] * 3, GREEDY | {"temperature": 0.0})) == 1
-
-
-def test_prompts_are_grouped_by_generation_options(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
+def test_sampled_and_greedy_requests_are_told_apart_and_grouped(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
     ways = [GREEDY, GREEDY | {"max_gen_toks": 3}, GREEDY | {"until": []}, GREEDY | {"suppress_tokens": [5, 6]}]
     requests = [request for way in ways for request in collected(spec, PROMPTS[:2], way)]
     assert len(set(map(repr, requests))) == 8
     together = written(lm, requests).values
     assert together == tuple(written(lm, [request]).values[0] for request in requests)
+    told = {name: value for name, value in SAMPLED.items() if name != "do_sample"}
+    assert collected(spec, [PROMPTS[0]] * 3, told) == collected(spec, [PROMPTS[0]] * 3, SAMPLED)
+    assert len(collected(spec, [PROMPTS[0]] * 3, GREEDY)) == 1
+    assert len(collected(spec, [PROMPTS[0]] * 3, GREEDY | {"temperature": 0.0})) == 1
 
 
 def test_a_prompt_longer_than_the_room_loses_its_beginning(spec: ModelSpec) -> None:

@@ -1,4 +1,4 @@
-"""Prefixes are shared rightly and only where it pays, and items of work do not hang on the order of the requests."""
+"""Prefixes are shared and grouped rightly, where that pays, and items of work do not hang on the order of requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from headscan.engine.answering import request_chunks
-from headscan.texts.prefix_tree import PrefixNode, common_tokens, prefix_tree
+from headscan.texts.prefix_tree import PrefixNode, common_tokens, join_similar, prefix_tree
 from headscan.texts.token_requests import GenerationRequest, Request, request_hash
 
 Tokens = tuple[int, ...]
@@ -77,11 +77,7 @@ def test_a_prefix_is_shared_as_soon_as_it_saves_more_than_a_pass() -> None:
     assert [inner.tokens for inner in child.children] == [[(3, 4)]]
 
 
-def test_no_sequences_are_an_empty_tree() -> None:
-    assert prefix_tree([], [], 0) == PrefixNode(0, [])
-
-
-def test_nests_that_are_deeper_than_the_stack_are_walked() -> None:
+def test_trees_may_be_empty_and_deeper_than_the_stack() -> None:
     sequences = [tuple(range(length)) for length in range(1, 1501)]
     root = prefix_tree(sequences, [len(tokens) for tokens in sequences], 0)
     found = 0
@@ -90,6 +86,7 @@ def test_nests_that_are_deeper_than_the_stack_are_walked() -> None:
         found += 1
     assert found == 1499
     assert root.end == 1499
+    assert prefix_tree([], [], 0) == PrefixNode(0, [])
 
 
 # Items of work
@@ -119,16 +116,13 @@ def test_items_hold_every_request_once_with_its_hash(batch_tokens: int) -> None:
         assert [requests[found] for found in item.hashes] == [*item.requests]
 
 
-def test_items_do_not_depend_on_the_order_of_requests() -> None:
+def test_items_do_not_depend_on_the_order_of_requests_and_hold_common_prefixes() -> None:
     requests = random_requests(1)
     items = request_chunks(requests, 40)
     assert len(items) > 5
     for seed in range(5):
         shuffled = Random(seed).sample(list(requests), len(requests))
         assert request_chunks({found: requests[found] for found in shuffled}, 40) == items
-
-
-def test_requests_with_a_common_prefix_are_in_one_item() -> None:
     beginnings = [(n,) * 20 for n in range(8)]
     requests = {request_hash(r): r for b in beginnings for n in range(4) for r in [Request((*b, n, n), 1)]}
     shuffled = Random(0).sample(list(requests), len(requests))
@@ -149,3 +143,44 @@ def test_hashes_distinguish_requests_and_are_equal_in_every_process() -> None:
     ]
     assert len({request_hash(request) for request in requests}) == len(requests)
     assert request_hash(requests[0]) == "d60e0d742c92ab86c67910d2ada4707b"
+
+
+def grouped(sequences: Sequence[Tokens], cost: int, most: int) -> PrefixNode:
+    root = prefix_tree(sequences, [len(tokens) for tokens in sequences], cost)
+    join_similar(root, cost, most)
+    return root
+
+
+def walked_groups(group: PrefixNode, before: Tokens = ()) -> Iterator[tuple[PrefixNode, list[Tokens]]]:
+    """Every group, and its whole prefixes."""
+    prefixes = [(*before, *tokens) for tokens in group.tokens] or [before]
+    yield group, prefixes
+    for child in group.children:
+        assert len(prefixes) == 1, "longer prefixes continue one"
+        yield from walked_groups(child, prefixes[0])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_sequence_continues_its_own_prefix(seed: int) -> None:
+    random = Random(seed)
+    sequences = random_sequences(random)
+    cost, most = random.randint(0, 6), random.choice([1, 20, 60, 1000])
+    found: list[int] = []
+    for group, prefixes in walked_groups(grouped(sequences, cost, most)):
+        assert {len(prefix) for prefix in prefixes} == {group.end}
+        for row, index in group.sequences:
+            assert sequences[row][: group.end] == prefixes[index]
+        found += [row for row, _ in group.sequences]
+        if len(prefixes) > 1:
+            assert len(prefixes) * group.end <= most
+    assert sorted(found) == list(range(len(sequences)))
+
+
+def test_similar_prefixes_are_cut_to_one_length() -> None:
+    prefixes = [tuple(range(100 * n, 100 * n + length)) for n, length in enumerate((50, 48, 47, 20), start=1)]
+    sequences = [(*prefix, 9000 + n) for prefix in prefixes for n in range(4)]
+    root = grouped(sequences, 30, 1000)
+    assert [len(group.tokens) for group in root.children] == [3, 1]  # 27 tokens less would be read by 4 sequences each
+    assert root.children[0].end == 47 and root.children[1].end == 20
+    assert [len(group.tokens) for group in grouped(sequences, 30, 100).children] == [2, 1, 1]
+    assert [len(group.tokens) for group in grouped(sequences, 30, 40).children] == [1, 1, 1, 1]

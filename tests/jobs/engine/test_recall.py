@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from random import Random
-from statistics import mean
+from statistics import mean, median
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,10 +17,13 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+import headscan
+from headscan.ablation.masks import HeadMask
 from headscan.catalog import RECALL_FAMILIES, RecallFamily, recall_family
 from headscan.checkpoints.sources import load_tokenizer
 from headscan.cli.main import main
 from headscan.demo import MODEL_FOLDER
+from headscan.engine.answer import AnsweringSettings, answer
 from headscan.engine.prompt_losses import recall_prompts
 from headscan.errors import NotFiniteError, UnknownNameError
 from headscan.runs.model_identity import ModelIdentity
@@ -178,14 +181,14 @@ def test_four_questions_share_a_haystack_that_holds_each_answer_once(tokenizer: 
         (size,) = sizes
         choices = [request.ids[-size:] for request in group[0].requests]
         assert len(set(choices)) == 4
-        for answer, question in enumerate(group):
+        for place, question in enumerate(group):
             assert [request.ids[-size:] for request in question.requests] == choices
-            assert question.answer == answer
+            assert question.answer == place
             # The wording may have begun inside what is shared; the key and the value are what tells needles apart.
-            asked = question.requests[answer].ids[shared:]
+            asked = question.requests[place].ids[shared:]
             (found,) = find(asked, sequences[0][:shared])
             places.append(found / shared)
-            for other in set(range(4)) - {answer}:
+            for other in set(range(4)) - {place}:
                 assert not find(question.requests[other].ids[shared:], sequences[0][:shared])
     assert len(set(places)) > len(places) / 2
     assert [place < 0.5 for place in places].count(True) >= 2
@@ -338,10 +341,6 @@ def test_rows_of_a_choice_and_of_a_continuation() -> None:
 # A third family
 
 
-def test_every_family_has_a_generator() -> None:
-    assert set(GENERATORS) == set(RECALL_FAMILIES)
-
-
 def test_a_third_family_costs_an_entry_and_a_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Questions, prompts, numbers, limits of verdicts and the tables of a study follow from the entry."""
 
@@ -401,15 +400,13 @@ def test_a_plan_that_cannot_be_is_refused(wrong: dict[str, object], says: str) -
         RecallQuestions(**wrong)  # type: ignore[arg-type]
 
 
-def test_a_family_that_is_unknown_is_refused() -> None:
-    with pytest.raises(UnknownNameError, match="unknown family of recall questions 'needel'; did you mean needle"):
-        RecallQuestions(in_all={"needel": 4})
-
-
-def test_numbers_by_family_identify_a_run_as_their_list_did() -> None:
+def test_families_are_known_and_identify_a_run() -> None:
     """Runs that are unfinished have the list in their fingerprint."""
     assert RecallQuestions((256,)).settings() == {"lengths": (256,), "questions": None, "seed": 0}
     assert RecallQuestions(in_all={"copying": 700, "needle": 464}).settings()["in_all"] == (464, 700)
+    with pytest.raises(UnknownNameError, match="unknown family of recall questions 'needel'; did you mean needle"):
+        RecallQuestions(in_all={"needel": 4})
+    assert set(GENERATORS) == set(RECALL_FAMILIES)
 
 
 def test_lengths_that_do_not_fit_name_the_one_that_does() -> None:
@@ -466,3 +463,37 @@ def test_a_vocabulary_of_letters_is_refused_with_the_option_of_each_verb(
     probe += ["--behaviours", "induction_score"]
     fails(capsys, probe, "25 (limit 4", "Lower --repeated-tokens")
     assert main([*probe, "--repeated-tokens", "4"]) == 0
+
+
+def correct(
+    lm: headscan.LoadedModel, questions: Sequence[RecallQuestion], mask: HeadMask | None = None
+) -> dict[str, float]:
+    """Mean grade (0 to 1) of each family."""
+    requests = tuple(request for question in questions for request in question.requests)
+    (responses,) = answer(lm, requests, [mask], AnsweringSettings(4096, share_prefixes=True))
+    answers = iter(responses.values)
+    grades = defaultdict(list)
+    for question in questions:
+        row = grade(question, [next(answers) for _ in question.requests])
+        grades[question.task.partition("@")[0]].append(row["correct"])
+    return {name: mean(found) for name, found in grades.items()}
+
+
+@pytest.mark.slow
+def test_the_demo_model_recalls_with_its_induction_heads_and_hardly_misses_as_many_others() -> None:
+    lm = headscan.load(MODEL_FOLDER, device="cpu", dtype="float32")
+    plan = RecallQuestions(lengths=(256,), questions=36)
+    questions = recall_questions(lm.require_tokenizer(), plan, lm.max_tokens, bos="auto")
+    baseline = correct(lm, questions)
+    assert baseline["needle"] > 0.5  # chance is 0.25
+    assert baseline["copying"] > 0.35
+    induction = headscan.probe(lm, ["induction_score"])["induction_score"]
+    ranked = [divmod(head, lm.grid.shape[1]) for head in induction.flatten().argsort(descending=True).tolist()]
+    without = correct(lm, questions, HeadMask(ranked[:4]))
+    assert without["needle"] < 0.4
+    assert without["copying"] < 0.1
+    # The median, for a few random masks hit what induction rests on: a previous-token head.
+    masks = [HeadMask(Random(seed).sample([*lm.grid.heads()], 4)) for seed in range(5)]
+    controls = [correct(lm, questions, mask) for mask in masks]
+    for name in ("needle", "copying"):
+        assert median(control[name] for control in controls) > without[name] + 0.2

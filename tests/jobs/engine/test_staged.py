@@ -6,11 +6,9 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from headscan.ablation.intervention import Intervention
 from headscan.ablation.masks import HeadMask, RandomHeads
@@ -50,7 +48,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelSpec
 
     def spec(family: str) -> ModelSpec:
         if not (root / family).exists():
-            make_model(family).save_pretrained(root / family)
+            make_model(family).save_pretrained(root / family, max_shard_size="100KB")
         return ModelSpec(str(root / family))
 
     return spec
@@ -162,38 +160,6 @@ def test_a_number_that_is_none_is_named_by_its_layer(saved: Callable[[str], Mode
         # The three heads that share the KV head, and all of the layer above.
         assert rows.nonfinite_rows == 9 * len(SHARDS[index].sequences)
         assert_same_rows(kept[index], rows)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", [MEASURE, answer_item])
-def test_batches_without_enough_memory_are_halved(
-    task: Any, saved: Callable[[str], ModelSpec], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    item = SHARDS[0] if task is MEASURE else item_of(ARMS["rule"])
-    with InProcessPool(saved("llama"), THREADS) as local:
-        expected = local.one(task, item)
-    run, refused = type(task).run, []
-
-    def scarce(self: Any, lm: Any, item: Any, part: Any) -> Any:
-        if len(part) > 1 and (getattr(lm, "first", 1) == 1):
-            refused.append(part)
-            raise torch.OutOfMemoryError("as if")
-        return run(self, lm, item, part)
-
-    monkeypatch.setattr(type(task), "run", scarce)
-    # A whole model answers in the ways of `answer`, which have tests of their own.
-    whole = [InProcessPool(saved("llama"), THREADS)] if task is MEASURE else []
-    for pool in (*whole, StreamedPool(saved("llama"), PLACEMENT)):
-        refused.clear()
-        found = pool.one(task, item)
-        assert refused
-        if task is MEASURE:
-            assert_same_rows(found, expected, 1e-5)  # a batch of another size is rounded otherwise
-        else:
-            assert [a.log_likelihood for a in found[0].values] == pytest.approx(
-                [a.log_likelihood for a in expected[0].values], abs=1e-5
-            )
-            assert found[0].ablated_shares == expected[0].ablated_shares
 
 
 def test_tasks_travel_and_a_plain_function_is_refused(saved: Callable[[str], ModelSpec]) -> None:

@@ -21,8 +21,8 @@ from headscan.export.layer_types_folder import write_layer_types
 from headscan.export.servable_model import serving_commands
 from headscan.kv.kv_windows import KvWindows
 from headscan.models.loaded_model import LoadedModel
-from headscan.plans import HeadPlan, PlanError, WindowHeads, allocate, load_plan, planned_model, random_scores
-from headscan.runs.model_identity import model_facts
+from headscan.plans import HeadPlan, PlanError, load_plan
+from tests.jobs.export import test_vllm_overrides as by_head
 from tests.jobs.export.test_decilm_folder import DecilmModel, ids
 from tests.small_models import make_loaded
 
@@ -32,14 +32,10 @@ PLAN = "--method measured --unit layer --recent 16 --max-tokens 64 --sequences 2
 
 def plan_of(lm: LoadedModel, layers: Collection[int], *, sink: int = 0) -> HeadPlan:
     """Return a plan with windows on whole layers of a model."""
-    facts = {"run_id": "r0", "model": lm.source, "dtype": "float32", "grid": model_facts(lm, None).sites}
-    row = facts | {"num_layers": lm.grid.num_layers}
-    row |= dict.fromkeys(("model_revision", "model_config_hash", "weights_hash"))
-    drawn = random_scores(planned_model(row, equal_groups=False)[0], 0, granularity="layer")
-    order = tuple(sorted(drawn.order, key=lambda place: (place[0] not in layers, place)))
-    scores = replace(drawn, scores={place: float(place[0] not in layers) for place in order}, order=order)
-    count = sum(layer in layers for layer, _ in order)
-    return allocate(scores, WindowHeads(count), sink=sink, recent=WINDOW)
+    heads = {
+        (site.layer, head) for site in lm.grid.sites if site.layer in layers for head in range(site.num_key_value_heads)
+    }
+    return by_head.plan_of(lm, heads, sink=sink, recent=WINDOW, granularity="layer")
 
 
 @torch.no_grad()
@@ -50,8 +46,9 @@ def masked(lm: LoadedModel, plan: HeadPlan, tokens: Tensor) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-mha", "mistral"])
-@pytest.mark.parametrize("layers", [(0,), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize(
+    ("name", "layers"), [("llama", (0,)), ("llama", (1, 2)), ("llama-mha", (0, 1, 2)), ("mistral", (1, 2))]
+)
 def test_ministral_computes_the_masks_of_the_plan(name: str, layers: tuple[int, ...], tmp_path: Path) -> None:
     lm = make_loaded(name)
     plan, tokens = plan_of(lm, layers), ids(lm)

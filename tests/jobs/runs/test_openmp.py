@@ -29,7 +29,7 @@ def test_programs_and_the_command_line_import_torch_after_that() -> None:
         code = (
             "import os, sys\nfrom importlib.abc import MetaPathFinder\nclass Watch(MetaPathFinder):\n"
             "    def find_spec(self, name, *rest):\n"
-            "        if name == 'torch': print('torch with', os.environ.get('GOMP_SPINCOUNT'))\n"
+            "        if name == 'torch': print('torch with', os.environ.get('GOMP_SPINCOUNT')); sys.exit()\n"
             f"sys.meta_path.insert(0, Watch())\nimport {module}\nprint('at the end', os.environ['GOMP_SPINCOUNT'])"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,17 +1,20 @@
-"""Runs that resume with other software, another device or other code of the model."""
+"""Runs that resume with other software, another device or other code of the model, and runs whose inputs changed."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import headscan
 from headscan.cli.main import main
-from headscan.cluster.pool import InProcessPool, open_pool
+from headscan.cluster.pool import InProcessPool
 from headscan.engine.arms import BASELINE, mask_arm
 from headscan.errors import ResumeError
 from headscan.loading import load_spec
@@ -24,20 +27,76 @@ from headscan.runs.run_context import Run
 from headscan.settings.evaluation_settings import TaskConfig
 from headscan.steps.evaluate import Evaluate
 from headscan.steps.probe import Probe
+from headscan.steps.run_corpus import CorpusRunResult
 from headscan.steps.run_evaluation import run_evaluation
 from headscan.steps.run_probe import run_probe
-from headscan.steps.run_scan import run_scan
-from headscan.steps.run_sweep import run_sweep
+from headscan.steps.run_scan import MeasureShard, run_scan
 from headscan.steps.scan import Scan
-from headscan.steps.sweep import Sweep
 from headscan.store.store import Store
-from tests.jobs.conftest import THREADS, make_tokenizer, run_on
-from tests.jobs.runs.interrupted_scans import interrupt, run
+from headscan.texts import CorpusSpec, TokenConfig
+from tests.jobs.conftest import THREADS, make_tokenizer, of_threads, refuse, run_on
 from tests.small_models import make_model
+from tests.stores import copy_store
 
 ROWS = "from head_statistics order by run_id, sequence, layer, head"
 ARMS = [BASELINE, mask_arm([(2, 1), (2, 3)])]
 TORCH = package_versions()["torch"]
+
+
+def scan_of(model: str | Path, texts: str | Path) -> Scan:
+    """Return a scan of five shards."""
+    tokens = TokenConfig(20, min_tokens=5)
+    return Scan(ModelSpec(str(model)), CorpusSpec(str(texts)), tokens, shard_size=2, statistics=("entropy",))
+
+
+@pytest.fixture
+def config(spec: ModelSpec, corpus_folder: Path, tmp_path: Path) -> Scan:
+    """A scan of a corpus and a model that a test may change."""
+    model = shutil.copytree(spec.source, tmp_path / "tiny-llama")
+    return scan_of(model, shutil.copytree(corpus_folder, tmp_path / "texts"))
+
+
+@pytest.fixture(scope="module")
+def interrupted(spec: ModelSpec, corpus_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Scan, Path]:
+    """A scan that stopped after two shards, and its store."""
+    store, config = Store(tmp_path_factory.mktemp("left") / "s.duckdb"), scan_of(spec.source, corpus_folder)
+    interrupt(config, store)
+    return config, store.path
+
+
+@pytest.fixture
+def left(interrupted: tuple[Scan, Path], tmp_path: Path) -> tuple[Scan, Store, str]:
+    """The interrupted scan with a store of its own, and the id of its run."""
+    config, path = interrupted
+    store = Store(copy_store(path, tmp_path / "left.duckdb"))
+    return config, store, str(store.runs()[0]["run_id"])
+
+
+class Interrupted(Exception):
+    pass
+
+
+class DyingPool(InProcessPool):
+    """Measures two shards."""
+
+    def map(self, task, items):  # type: ignore[no-untyped-def]
+        for count, finished in enumerate(super().map(task, items)):
+            if isinstance(getattr(task, "func", task), MeasureShard) and count == 2:
+                raise Interrupted
+            yield finished
+
+
+def run(config: Scan, store: Store, **options: Any) -> CorpusRunResult:
+    return run_scan(config, Run(config.model, store, of_threads, **options))
+
+
+def interrupt(config: Scan, store: Store) -> str:
+    """Leave a scan with two shards."""
+    with pytest.raises(Interrupted):
+        run_scan(config, Run(config.model, store, lambda _: DyingPool(config.model, THREADS)))
+    (left,) = store.runs()
+    assert (left["status"], left["finished_shards"], left["total_shards"]) == ("failed", 2, 5)
+    return str(left["run_id"])
 
 
 def other_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,20 +120,19 @@ def other_device(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_scan_resumes_with_other_software_only_on_request(
-    config: Scan,
-    store: Store,
+    left: tuple[Scan, Store, str],
     monkeypatch: pytest.MonkeyPatch,
     change: Callable[[pytest.MonkeyPatch], None],
     named: str,
 ) -> None:
-    run_id = interrupt(config, store)
+    config, store, run_id = left
     before, rows = store.runs(), store.query(ROWS)
     change(monkeypatch)
     with pytest.raises(ResumeError) as refused:
         if change is other_device:  # known once the model is loaded
             run(config, store)
         else:
-            run_scan(config, Run(config.model, store, lambda _: pytest.fail("the model was loaded")))
+            run_scan(config, Run(config.model, store, refuse))
     assert f"cannot resume run {run_id}" in str(refused.value) and named in str(refused.value)
     assert store.runs() == before and store.query(ROWS).equals(rows)
 
@@ -92,44 +150,22 @@ def test_a_scan_resumes_with_other_software_only_on_request(
     }
     keys = ("packages", "code_version", "device", "code_files_hash")
     assert sum(first[key] != second[key] for key in keys) == 1
-
-
-def test_a_scan_resumes_without_a_question_where_nothing_changed(config: Scan, store: Store) -> None:
-    run_id = interrupt(config, store)
-    said: list[str] = []
-    assert run(config, store, say=said.append).skipped == 2
-    assert said[-1] == f"run {run_id}: 2 shards stored before"
-    assert all("only their beginnings are measured" in line for line in said[:-1])
-    assert len(store.resolve_run(run_id)["provenance"]) == 1
-
-
-def test_a_finished_scan_is_done_and_says_that_the_software_changed(
-    config: Scan, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_id = run(config, store).run_id
-    other_torch(monkeypatch)
-    said: list[str] = []
-    again = run_scan(
-        config, Run(config.model, store, lambda _: pytest.fail("a finished scan opened a pool"), say=said.append)
-    )
-    assert again.already_done
-    changes = f"torch {TORCH} -> 99.0"
-    assert said == [f"run {run_id} is complete, with other software or another device ({changes}); its rows stay"]
-    assert len(store.resolve_run(run_id)["provenance"]) == 1
+    if change is other_torch:  # and a finished scan is done with any software
+        monkeypatch.undo()
+        said.clear()
+        assert run_scan(config, Run(config.model, store, refuse, say=said.append)).already_done
+        changes = f"torch 99.0 -> {TORCH}"
+        assert said == [f"run {run_id} is complete, with other software or another device ({changes}); its rows stay"]
+        assert len(store.resolve_run(run_id)["provenance"]) == 2
 
 
 def test_the_command_line_refuses_and_resumes(
-    config: Scan, store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    left: tuple[Scan, Store, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    config, store, _ = left
     command = ["scan", config.model.source, "--corpus", config.corpus.name, "--store", str(store.path)]
     command += ["--max-tokens", "20", "--min-tokens", "5", "--shard-size", "2", "--statistics", "entropy"]
     command += ["--device", "cpu"]
-    assert main(command) == 0
-    with store.connect() as connection:
-        connection.execute("update runs set status = 'failed'")
-        connection.execute("delete from shards where shard > 1")
-        connection.execute("delete from sequences where shard > 1")
-        connection.execute("delete from head_statistics where sequence > 3")
     rows = store.query(ROWS)
     other_torch(monkeypatch)
     capsys.readouterr()
@@ -168,35 +204,15 @@ def test_an_evaluation_asks_before_more_arms_are_added(
     assert store.query("from arms where status = 'finished'").num_rows == 2
 
 
-@pytest.mark.slow
-def test_a_sweep_hands_the_answer_to_both_of_its_runs(
-    spec: ModelSpec, task_folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tasks = TaskConfig(("counting",), include_path=str(task_folder), limit=3)
-    config = Sweep(spec, tasks, recall=None, scores=("output_norm_ln",), shares=(0.2,), mask_criteria=(), controls=0)
-    pool = InProcessPool(spec, THREADS)
-    result = run_sweep(config, run_on(pool, store))
-    with store.connect() as connection:
-        connection.execute("update runs set status = 'failed'")
-        connection.execute("update arms set status = 'running' where kind = 'rule'")
-        connection.execute("delete from answers where arm_id in (select arm_id from arms where kind = 'rule')")
-    other_torch(monkeypatch)
-    with pytest.raises(ResumeError, match=result.scan_run):
-        run_sweep(config, run_on(pool, store))
-    assert run_sweep(config, run_on(pool, store, resume_anyway=True)) == result
-    for row in store.runs():
-        assert (row["status"], len(row["provenance"])) == ("finished", 2)
-
-
 def test_a_probe_asks_as_scans_do(spec: ModelSpec, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = BehaviourProbe(sequences=2, tokens=8)
     config = Probe(spec, ("induction_score",), probe=settings)
-    run_id = run_probe(config, Run(spec, store, lambda _: open_pool(spec, THREADS))).run_id
+    run_id = run_probe(config, Run(spec, store, of_threads)).run_id
     store.finish_run(run_id, status="failed")
     other_torch(monkeypatch)
     with pytest.raises(ResumeError, match=run_id):
-        run_probe(config, Run(spec, store, lambda _: open_pool(spec, THREADS)))
-    assert run_probe(config, Run(spec, store, lambda _: open_pool(spec, THREADS), resume_anyway=True)).run_id == run_id
+        run_probe(config, Run(spec, store, of_threads))
+    assert run_probe(config, Run(spec, store, of_threads, resume_anyway=True)).run_id == run_id
     (row,) = store.runs("probe")
     assert [entry["packages"]["torch"] for entry in row["provenance"]] == [TORCH, "99.0"]
 
@@ -249,7 +265,7 @@ def test_a_model_with_other_code_files_resumes_only_on_request(config: Scan, own
     (old,) = store.resolve_run(run_id)["provenance"]
     (own_code / "scaling.py").write_text("SCALE = 2.0\n")
     with pytest.raises(ResumeError, match=f"model code files {old['code_files_hash']} -> [0-9a-f]{{16}}"):
-        run_scan(config, Run(config.model, store, lambda _: pytest.fail("the model was loaded")))
+        run_scan(config, Run(config.model, store, refuse))
     assert run(config, store, resume_anyway=True).skipped == 2
     hashes = [entry["code_files_hash"] for entry in store.resolve_run(run_id)["provenance"]]
     assert hashes == [old["code_files_hash"], identify(config.model).code_files_hash]
@@ -279,3 +295,78 @@ def test_the_version_covers_the_code_that_measures(tmp_path: Path, monkeypatch: 
         assert documented == version(b'class A:\n    def f(self):\n        return "a"\n')
         assert documented != version(b'class A:\n    def f(self):\n        return "b"\n')
     code_version.cache_clear()
+
+
+def changed_line(said: list[str], run_id: str) -> str:
+    (line,) = (line for line in said if run_id in line)
+    return line
+
+
+def test_a_corpus_that_changed_names_the_unfinished_scan(config: Scan, store: Store, tmp_path: Path) -> None:
+    run_id = interrupt(config, store)
+    (Path(config.corpus.name) / "07.txt").write_text("another text " * 20)
+    said: list[str] = []
+    new = run(config, store, say=said.append)
+    assert new.run_id != run_id
+    assert changed_line(said, run_id).startswith(
+        f"corpus changed since run {run_id} (failed, 2 of 5 shards). A new run begins"
+    )
+    # It is named once: the run that began is finished, and the command finds it.
+    said.clear()
+    assert run(config, store, say=said.append).already_done and said == []
+    # The corpus of another place is another command's.
+    texts = Path(shutil.copytree(config.corpus.name, tmp_path / "more"))
+    (texts / "07.txt").write_text("other text " * 20)
+    run(dataclasses.replace(config, corpus=CorpusSpec(str(texts))), store, say=said.append)
+    assert not [line for line in said if run_id in line]
+
+
+def test_weights_or_settings_that_changed_name_the_unfinished_scan(config: Scan, store: Store) -> None:
+    run_id = interrupt(config, store)
+    said: list[str] = []
+    run(config, store, batch_tokens=100, say=said.append)
+    assert changed_line(said, run_id).startswith(f"batch_tokens changed since run {run_id}")
+    model = make_model("llama", vocabulary=300)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
+    model.save_pretrained(config.model.source)
+    said.clear()
+    run(config, store, say=said.append)
+    assert changed_line(said, run_id).startswith(f"weights changed since run {run_id} (failed, 2 of 5 shards)")
+
+
+def test_questions_that_changed_name_the_unfinished_evaluation(
+    spec: ModelSpec, task_folder: Path, store: Store, tmp_path: Path
+) -> None:
+    tasks = Path(shutil.copytree(task_folder, tmp_path / "tasks"))
+    described = json.loads((tasks / "counting.yaml").read_text())
+    config = Evaluate(spec, TaskConfig(("counting",), include_path=str(tasks), limit=3), recall=None)
+    pool = InProcessPool(spec, THREADS)
+    run_id = run_evaluation(config, run_on(pool, store), [BASELINE])
+    store.finish_run(run_id, status="failed")
+    described["doc_to_text"] = "What follows? {{q}}"
+    (tasks / "counting.yaml").write_text(json.dumps(described))
+    said: list[str] = []
+    assert run_evaluation(config, run_on(pool, store, say=said.append), [BASELINE]) != run_id
+    assert changed_line(said, run_id).startswith(f"questions changed since run {run_id} (failed). A new run begins")
+
+
+def test_a_given_shard_size_resumes_only_runs_of_this_size(
+    config: Scan, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the largest size, under which stores have the runs that chose their own."""
+    monkeypatch.setattr("headscan.steps.run_corpus._SHARD_SECONDS", 1e-9)
+    lines: list[str] = []
+    chosen, one, largest = (dataclasses.replace(config, shard_size=size) for size in (None, 1, 64))
+    with pytest.raises(Interrupted):
+        run_scan(chosen, Run(config.model, store, lambda _: DyingPool(config.model, THREADS)))
+    (begun,) = store.runs()
+    assert (begun["config"]["shard_size"], begun["finished_shards"]) == (1, 2)
+    own = run(largest, store, say=lines.append)
+    assert own.run_id != begun["run_id"] and own.skipped == 0
+    assert any(line.startswith(f"shard_size changed since run {begun['run_id']}") for line in lines)
+    assert store.resolve_run(own.run_id, "scan")["config"]["shard_size"] == 64
+    resumed = run(one, store)
+    assert (resumed.run_id, resumed.skipped) == (begun["run_id"], 2)
+    assert run(chosen, store) == CorpusRunResult(begun["run_id"], already_done=True)
+    assert run(largest, store) == CorpusRunResult(own.run_id, already_done=True)

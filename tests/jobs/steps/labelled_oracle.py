@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from headscan.model_spec import ModelSpec
 from headscan.runs.model_identity import identify
 from headscan.settings.corpus_settings import ExamplesSpec, LabelledMetric
 from headscan.steps.ablate import Ablate
+from headscan.steps.importance import Importance
 from headscan.steps.referee.referee_step import Referee
 from headscan.store.store import Store
 from headscan.texts.labelled_texts import LabelledText, read_labelled
@@ -50,15 +52,12 @@ def zeroed(model: PreTrainedModel, family: str, heads: list[tuple[str, int, int]
 class Oracle:
     """One example at a time, without padding."""
 
-    def __init__(self, config: Ablate, family: str) -> None:
+    def __init__(self, config: Ablate | Importance, family: str) -> None:
         assert config.data is not None
         auto = AutoModelForSequenceClassification if family in ENCODERS else AutoModelForSeq2SeqLM
         identity = identify(config.model)
-        self.model, self.family, self.tokenizer = (
-            auto.from_pretrained(config.model.source).eval(),
-            family,
-            identity.tokenizer,
-        )
+        self.model, self.family = auto.from_pretrained(config.model.source).eval(), family
+        self.tokenizer = identity.tokenizer
         self.texts = read_labelled(config.data, config.model, identity).texts
         self.longest = max(len(text.target_ids) for text in self.texts)
 
@@ -126,33 +125,31 @@ class Refusing(InProcessPool):
         return super().map(task, items)
 
 
+def token_gradients(
+    oracle: Oracle, kinds: list[str], text: LabelledText, removed: list[tuple[str, int, int]] | None = None
+) -> dict[tuple[str, int], Tensor]:
+    """Return the derivatives (1, tokens, heads) of the loss of an example by gates after ablated heads, by layer."""
+    gates: dict[tuple[str, int], Tensor] = {}
+    with zeroed(oracle.model, oracle.family, removed or []), ExitStack() as hooks:
+        for kind, layer in product(kinds, range(LAYERS)):
+
+            def gate(_: nn.Module, args: tuple[Tensor], kind: str = kind, layer: int = layer) -> tuple[Tensor]:
+                heads = args[0].unflatten(-1, (HEADS, -1))
+                gates[kind, layer] = torch.ones_like(heads[..., 0], requires_grad=True)
+                return ((heads * gates[kind, layer][..., None]).flatten(-2),)
+
+            name = ALL[oracle.family].projection_of(layer, kind)
+            hooks.callback(oracle.model.get_submodule(name).register_forward_pre_hook(gate).remove)
+        loss = oracle.loss_of(text) / len(text.target_ids)
+        return dict(zip(gates, torch.autograd.grad(loss, list(gates.values())), strict=True))
+
+
 def oracle_importance(
     oracle: Oracle, kinds: list[str], removed: list[tuple[str, int, int]]
 ) -> dict[tuple[str, int, int], float]:
     """Sum over tokens of absolute derivatives by gates after ablated heads, one example at a time."""
-    gates: dict[tuple[str, int], Tensor] = {}
-    model, total = oracle.model, {kind: torch.zeros(LAYERS, HEADS) for kind in kinds}
-    with zeroed(model, oracle.family, removed):
-        handles = []
-        for kind in kinds:
-            for layer in range(LAYERS):
-
-                def gate(_: nn.Module, args: tuple[Tensor], kind: str = kind, layer: int = layer) -> tuple[Tensor]:
-                    heads = args[0].unflatten(-1, (HEADS, -1))
-                    gates[kind, layer] = torch.ones_like(heads[..., 0], requires_grad=True)
-                    return ((heads * gates[kind, layer][..., None]).flatten(-2),)
-
-                name = ALL[oracle.family].projection_of(layer, kind)
-                handles.append(model.get_submodule(name).register_forward_pre_hook(gate))
-        for text in oracle.texts:
-            loss = oracle.loss_of(text) / len(text.target_ids)
-            for (kind, layer), found in zip(gates, torch.autograd.grad(loss, list(gates.values())), strict=True):
-                total[kind][layer] += found.abs().sum((0, 1))
-        for handle in handles:
-            handle.remove()
-    return {
-        (kind, layer, head): float(total[kind][layer, head])
-        for kind in kinds
-        for layer in range(LAYERS)
-        for head in range(HEADS)
-    }
+    total = {(kind, layer): torch.zeros(HEADS) for kind, layer in product(kinds, range(LAYERS))}
+    for text in oracle.texts:
+        for place, found in token_gradients(oracle, kinds, text, removed).items():
+            total[place] += found.abs().sum((0, 1))
+    return {(*place, head): float(total[place][head]) for place in total for head in range(HEADS)}

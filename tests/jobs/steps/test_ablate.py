@@ -1,12 +1,13 @@
-"""The table of single heads equals one full forward per masked head, and runs few layers for it."""
+"""The table of single heads equals a full forward per masked head; the verbs `ablate`, `rank` and `sweep --replace`."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,14 @@ import headscan
 from headscan.ablation.collect_outputs import head_means, head_samples
 from headscan.ablation.intervention import ZERO, Replacement
 from headscan.architectures import HEADS
-from headscan.cluster.pool import Finished, InProcessPool, Task
-from headscan.engine.answer import AnswerTask
-from headscan.engine.arms import BASELINE, mask_arm
+from headscan.cli.main import main
+from headscan.cluster.pool import InProcessPool
 from headscan.errors import InterventionError, SequenceError
 from headscan.model_spec import ModelSpec
 from headscan.runs.model_identity import identify
-from headscan.settings.evaluation_settings import RecallQuestions, ReplacementConfig, TaskConfig
+from headscan.settings.evaluation_settings import ReplacementConfig, TaskConfig
 from headscan.steps.ablate import Ablate
-from headscan.steps.evaluate import Evaluate
 from headscan.steps.run_ablate import AblateResult, head_arms, run_ablate
-from headscan.steps.run_evaluation import run_evaluation
 from headscan.store.store import Store
 from headscan.store.tables import ALL_BUT_ONE, EACH
 from headscan.texts import CorpusSpec
@@ -37,9 +35,8 @@ from headscan.texts.sequences import read_spread
 from headscan.texts.tasks import Questions
 from headscan.texts.token_requests import LogLikelihood, Request, input_key
 from headscan.verdicts.head_effects import HeadEffect, read_effects
-from tests.jobs.conftest import THREADS, make_tokenizer, naive_likelihood, run_on
-from tests.small_models import make_model
-from tests.stores import copy_store
+from tests.jobs.cli.test_cli import fails
+from tests.jobs.conftest import naive_likelihood, run_on
 
 LAYERS = 3
 
@@ -201,93 +198,6 @@ def _md5(text: str) -> str:
     return hashlib.md5(text.encode()).hexdigest()
 
 
-class _FailingPool(InProcessPool):
-    """A pool that fails after some results."""
-
-    def __init__(self, spec: ModelSpec, results: int) -> None:
-        super().__init__(spec, THREADS)
-        self.left = results
-
-    def map(self, task: Task[Any, Any], items: Iterable[Any]) -> Iterator[Finished[Any, Any]]:
-        for finished in super().map(task, items):
-            if isinstance(task, AnswerTask):
-                self.left -= 1
-                if self.left < 0:
-                    raise KeyboardInterrupt
-            yield finished
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_and_gives_the_same_rows(on_text: Ablate, store: Store, empty_store: Path) -> None:
-    whole = Store(copy_store(empty_store, store.path.with_name("whole.duckdb")))
-    expected = run(on_text, whole, InProcessPool(on_text.model, THREADS))
-    with pytest.raises(KeyboardInterrupt):
-        run(on_text, store, _FailingPool(on_text.model, 2))
-    assert store.query("from head_effects").num_rows == 0
-    finished = store.query("select count(*) as n from arms where status = 'finished'").to_pylist()[0]["n"]
-    answered = store.query("select count(distinct arm_id) as n from units").to_pylist()[0]["n"]
-    assert finished + answered > 0 and finished < 1 + LAYERS * HEADS
-    assert run(on_text, store, InProcessPool(on_text.model, THREADS)) == expected
-    query = "from head_effects order by all"
-    assert store.query(query).to_pylist() == whole.query(query).to_pylist()
-    shown = store.query("select layer, head, significant from effect_summary").to_pylist()
-    assert {(row["layer"], row["head"]): row["significant"] for row in shown} == {
-        (effect.layer, effect.head): effect.significant for effect in expected.effects
-    }
-    assert len(shown) == LAYERS * HEADS
-
-
-@pytest.mark.slow
-def test_the_table_costs_less_than_065_masked_evaluations_per_head(
-    tmp_path: Path, task_folder: Path, store: Store, empty_store: Path
-) -> None:
-    """The layers that run, in tokens, of a model with the shape of the demo: 6 layers of 8 heads."""
-    layers, heads = 6, 8
-    model = make_model("llama", vocabulary=300)
-    config = model.config
-    config.update({"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 4, "head_dim": 4})
-    config.layer_types = None
-    folder = tmp_path / "deep"
-    type(model)(config).save_pretrained(folder)
-    make_tokenizer(300).save_pretrained(folder)
-    spec = ModelSpec(str(folder))
-    tasks = TaskConfig(("counting",), include_path=str(task_folder))
-    table = _work(spec, lambda pool: run_ablate(Ablate(spec, tasks), run_on(pool, store)))
-    other = Store(copy_store(empty_store, tmp_path / "other.duckdb"))
-    evaluation = Evaluate(spec, tasks, recall=None)
-    both = _work(spec, lambda pool: run_evaluation(evaluation, run_on(pool, other), [BASELINE, mask_arm([(0, 0)])]))
-    masked = both / 2  # the mask of a head in the first layer shares nothing with the baseline
-    assert table <= 0.65 * layers * heads * masked
-
-
-def _work(spec: ModelSpec, run: Any) -> int:
-    """Return the tokens that all layers together computed."""
-    pool, found = InProcessPool(spec, THREADS), [0]
-
-    def count(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        found[0] += hidden.shape[0] * hidden.shape[1]
-
-    lm = pool._model()
-    for site in lm.grid.sites:
-        lm.module(site.path).register_forward_pre_hook(count, with_kwargs=True)
-    run(pool)
-    return found[0]
-
-
-@pytest.mark.slow
-def test_another_value_is_another_run_with_other_arms(
-    on_text: Ablate, store: Store, pool: InProcessPool, corpus_folder: Path
-) -> None:
-    mean = replace(on_text, replacement=ReplacementConfig("mean", CorpusSpec(str(corpus_folder)), texts=5))
-    runs = [run(config, store, pool) for config in (on_text, mean)]
-    assert runs[0].run_id != runs[1].run_id
-    assert values_of(runs[0].effects) != values_of(runs[1].effects)
-    (arm,) = store.query("select * from arms where name like 'head 1:2 by mean %'").to_pylist()
-    texts = json.loads(arm["config"])["replacement_texts"]
-    assert texts["texts"] == 5 and texts["corpus"] == str(corpus_folder)
-
-
 def test_bad_settings_name_their_fix(on_text: Ablate, on_task: Ablate, tmp_path: Path) -> None:
     with pytest.raises(InterventionError, match=r"`replace=mean` needs texts: no corpus\. Set `corpus`"):
         replace(on_task, replacement=ReplacementConfig("mean"))
@@ -297,17 +207,8 @@ def test_bad_settings_name_their_fix(on_text: Ablate, on_task: Ablate, tmp_path:
         ReplacementConfig("median")  # type: ignore[arg-type]
     with pytest.raises(InterventionError, match=r"`samples=1` \(limit 2\)"):
         ReplacementConfig(samples=1)
-    with pytest.raises(InterventionError, match="`tasks` or `corpus` is required, or `data` of labelled examples"):
+    with pytest.raises(InterventionError, match=r"^`corpus` is required: name texts, or `tasks`, or `data` of"):
         replace(on_text, corpus=None)
-    with pytest.raises(InterventionError, match="tasks and texts"):
-        replace(on_task, corpus=on_text.corpus)
-    with pytest.raises(InterventionError, match=r"^`recall` has no effect on single heads: leave it out$"):
-        replace(on_task, recall=RecallQuestions((64,)))
-    text = HeldOutText.of_corpus(CorpusSpec("python-stdlib"), on_text.model, sequences=2, max_tokens=32)
-    with pytest.raises(InterventionError, match=r"^`text` has no effect on single heads: leave it out, or"):
-        replace(on_text, text=text)
-    with pytest.raises(InterventionError, match=r"^`max_loss` has no effect on single heads: leave it out$"):
-        replace(on_text, max_loss=0.1)
     with pytest.raises(InterventionError, match=r"^`sequences` has no effect with `tasks`: leave it out$"):
         replace(on_task, sequences=3)
     with pytest.raises(InterventionError, match=r"^`max_tokens` has no effect with `tasks`: leave it out$"):
@@ -326,3 +227,81 @@ def test_arms_cover_every_head_once(pool: InProcessPool) -> None:
         kept = {(place["layer"], head) for head in range(HEADS)} - set(arm.fixed_heads or ())
         assert kept == {(place["layer"], place["head"])}
     assert len({arm.name for arm in arms}) == LAYERS * HEADS
+
+
+@pytest.mark.slow
+def test_it_prints_both_tables_and_ranks_the_heads(
+    spec: ModelSpec, corpus_folder: Path, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["ablate", spec.source, "--each", "--all-but-one", "--corpus", str(corpus_folder), "--store"]
+    command += [str(store.path), "--sequences", "10", "--max-tokens", "24"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "with ablated heads at zero; baseline" in printed and "on 10 documents" in printed
+    assert "of 18 heads have a significant effect (q at most 0.05)" in printed
+    assert "Each layer reduced to its best head (chosen on one half, judged on the other)" in printed
+    assert main(["rank", "--by", "effect", "--store", str(store.path), "--limit", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:5] == ["rank", "layer", "head", "kv_head", "effect"] and len(lines) == 4
+    best = store.query("from effect_summary where mode = 'each' order by harm, layer, head limit 1").to_pylist()[0]
+    assert lines[2].split()[1:3] == [str(best["layer"]), str(best["head"])]
+    joined = store.query("select count(*) as n from effect_summary e join runs using (run_id) where kind = 'ablate'")
+    assert joined.to_pylist() == [{"n": 18 + 3}]
+
+
+@pytest.mark.slow
+def test_a_sweep_tests_whether_heads_are_constant(
+    spec: ModelSpec, corpus_folder: Path, task_folder: Path, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = ["--tasks", "counting", "--include-path", str(task_folder), "--no-recall", "--limit", "4"]
+    tasks += ["--store", str(store.path)]
+    mean = ["--replace", "mean", "--corpus", str(corpus_folder)]
+    arms = ["--scores", "output_norm_ln", "--quantiles", "0.2", "--controls", "1", "--no-confirm"]
+    for value in ([], mean):
+        assert main(["sweep", spec.source, *tasks, *arms, *value]) == 0
+    found = store.query("select run_id, kind, replacement from arms where kind <> 'baseline'").to_pylist()
+    kinds = ("rule", "mask", "random_rule", "random_mask")
+    assert Counter((row["kind"], row["replacement"]) for row in found) == Counter(product(kinds, ("zero", "mean")))
+    assert len({(row["run_id"], row["replacement"]) for row in found}) == 2, "each value has curves of its own"
+    [mask] = store.query("select mask_id from arms where kind = 'mask' and replacement = 'mean'").to_pylist()
+    # An arm of the same heads and value has the same answers.
+    assert main(["evaluate", spec.source, *tasks, "--mask", mask["mask_id"], *mean]) == 0
+    ours = store.query(
+        "select a.* exclude (arm_id) from answers a join arms using (arm_id) where kind = 'mask' and replacement ="
+        " 'mean' order by arms.name, task, question"
+    ).to_pylist()
+    assert ours[: len(ours) // 2] == ours[len(ours) // 2 :] != []
+
+
+def test_a_mask_of_the_store_is_evaluated(
+    spec: ModelSpec, task_folder: Path, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["evaluate", spec.source, "--tasks", "counting", "--include-path", str(task_folder), "--no-recall"]
+    asked += ["--store", str(store.path), "--limit", "2"]
+    assert main([*asked, "--heads", "0:1,1:2"]) == 0
+    printed = capsys.readouterr().out
+    ((name, mask),) = (tuple(row.values()) for row in store.query("select name, mask_id from masks").to_pylist())
+    for given in (name, mask):
+        assert main([*asked, "--mask", given]) == 0
+        assert capsys.readouterr().out == printed, "the same run has the answers already"
+    fails(capsys, [*asked, "--mask", "theirs"], "theirs")
+
+
+def test_bad_options_name_their_fix(
+    spec: ModelSpec, task_folder: Path, corpus_folder: Path, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = ["--store", str(store.path)]
+    tasks = ["--tasks", "counting", "--include-path", str(task_folder), *at]
+    corpus = ["--corpus", str(corpus_folder)]
+    fails(capsys, ["ablate", spec.source, *at], "--corpus is required: name texts, or --tasks, or --data")
+    fails(capsys, ["ablate", spec.source, *tasks, "--replace", "mean"], "needs texts: no corpus. Set --corpus")
+    fails(capsys, ["ablate", spec.source, *tasks, *corpus], "--corpus has no effect with --replace zero")
+    fails(capsys, ["ablate", spec.source, *tasks, "--sequences", "3"], "--sequences has no effect with --tasks")
+    fails(capsys, ["evaluate", spec.source, *tasks, "--replace", "mean", "--heads", "0:1"], "Set --corpus")
+    fails(capsys, ["evaluate", spec.source, *tasks, *corpus, "--heads", "0:1"], "--corpus has no effect with --replace")
+    fails(capsys, ["evaluate", spec.source, *tasks, *corpus, "--replace", "mean"], "needs ablated heads")
+    fails(capsys, ["sweep", spec.source, *tasks, *corpus], "--corpus has no effect with --replace zero")
+    fails(capsys, ["sweep", spec.source, *tasks, "--replace", "mean"], "needs texts: no corpus. Set --corpus")
+    fails(capsys, ["rank", "--by", "effect", *at], "Run `headscan ablate` first")
+    generating = ["evaluate", spec.source, "--tasks", "telling", "--include-path", str(task_folder), "--no-recall", *at]
+    fails(capsys, [*generating, "--heads", "0:1", "--replace", "resample", *corpus], "but a task generates text")

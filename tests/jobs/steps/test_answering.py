@@ -1,4 +1,4 @@
-"""Stopped arms resume, and end with the numbers of an undisturbed run."""
+"""Stopped arms resume, and end with the numbers of an undisturbed run, in one process and in ranges of layers."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ import pytest
 import torch
 
 import headscan
-from headscan.cluster.placements import WholePlacement
-from headscan.cluster.pool import IncompleteError, InProcessPool
-from headscan.cluster.ray_pool import RayPool
-from headscan.engine import shared_row_likelihood
+from headscan.cluster.placements import StreamedPlacement
+from headscan.cluster.pool import IncompleteError, InProcessPool, Pool, StagingError, open_pool
 from headscan.engine.answer import AnswerItem
-from headscan.engine.arms import BASELINE, Arm, mask_arm
+from headscan.engine.arms import BASELINE, Arm, mask_arm, random_rules
 from headscan.engine.bundles import BUNDLE_SIZE
 from headscan.errors import NotFiniteError, StoreFullError
-from headscan.layers.shared_rows import read_shared_row
+from headscan.kv.kv_windows import KvEviction, KvWindows
 from headscan.model_spec import ModelSpec
 from headscan.settings.evaluation_settings import TaskConfig
 from headscan.steps.evaluate import Evaluate
 from headscan.steps.run_evaluation import run_evaluation
+from headscan.steps.run_sweep import run_sweep
+from headscan.steps.sweep import Sweep
 from headscan.store.records import ArmKind
 from headscan.store.store import Store
+from headscan.windows import DROPPED, KeptKeys, Window
+from tests.instrument.kv.cache_plans import NARROW, plan_of
 from tests.jobs.conftest import THREADS, make_tokenizer, run_on
 from tests.small_models import make_model
 from tests.stores import copy_store
@@ -125,15 +127,6 @@ def dying(after: int) -> Callable[[int], None]:
     return die
 
 
-@pytest.mark.slow
-def test_a_run_resumes_after_its_replicas_fail(config: Evaluate, store: Store, undisturbed: Store) -> None:
-    pool = CountingPool(config.model, dying(5))
-    with pytest.raises(Interrupted):
-        run(config, store, pool)
-    assert written(store) == pool.asked  # no answer is lost
-    resumes(config, store, undisturbed)
-
-
 class LosingPool(CountingPool):
     """A pool that gives up the fourth item, as Ray pools do after failures."""
 
@@ -149,25 +142,15 @@ class LosingPool(CountingPool):
             raise IncompleteError(lost, "3 workers failed on it")
 
 
-@pytest.mark.slow
-def test_a_run_with_abandoned_requests_fails_and_resumes(config: Evaluate, store: Store, undisturbed: Store) -> None:
-    pool = LosingPool(config.model)
-    with pytest.raises(IncompleteError, match=r"^[^;]*, requests \d+: 3 workers failed on it\. All others are done"):
+@pytest.mark.parametrize("way", ["replicas fail", pytest.param("requests are given up", marks=pytest.mark.slow)])
+def test_a_failed_run_resumes(way: str, config: Evaluate, store: Store, undisturbed: Store) -> None:
+    lost = way != "replicas fail"
+    pool = LosingPool(config.model) if lost else CountingPool(config.model, dying(5))
+    message = r"^[^;]*, requests \d+: 3 workers failed on it\. All others are done" if lost else None
+    with pytest.raises(IncompleteError if lost else Interrupted, match=message):
         run(config, store, pool)
-    assert written(store) == pool.asked
+    assert written(store) == pool.asked  # no answer is lost
     assert [run["status"] for run in store.runs("evaluate")] == ["failed"]
-    resumes(config, store, undisturbed)
-
-
-@pytest.mark.slow
-def test_a_run_resumes_after_its_first_arm(config: Evaluate, store: Store, undisturbed: Store) -> None:
-    def leave(line: str) -> None:
-        if line.startswith("baseline: acc"):
-            raise Interrupted
-
-    with pytest.raises(Interrupted):
-        run(config, store, CountingPool(config.model), say=leave)
-    assert store.query("from arms where status = 'finished'").num_rows == 1
     resumes(config, store, undisturbed)
 
 
@@ -237,7 +220,6 @@ class ShufflingPool(InProcessPool):
             yield pickle.loads(pickle.dumps(finished))
 
 
-@pytest.mark.slow
 def test_the_order_in_which_results_come_changes_no_digit(config: Evaluate, store: Store, undisturbed: Store) -> None:
     run(config, store, ShufflingPool(config.model, THREADS))
     for ours, whole in zip(answers(store), answers(undisturbed), strict=True):
@@ -263,7 +245,7 @@ def test_slow_arms_are_answered_in_small_bundles(spec: ModelSpec, task_folder: P
     """A stop loses one bundle, and progress is printed when one ends; the size of bundles changes no digit."""
     tasks = TaskConfig(("counting",), include_path=str(task_folder), limit=6)
     config = Evaluate(spec, tasks, recall=None)
-    arms = [BASELINE, *(mask_arm([(2, head), (1, other)]) for head in range(6) for other in range(2))]
+    arms = [BASELINE, *(mask_arm([(2, head), (1, other)]) for head in range(5) for other in range(2))]
     sizes, stores = [], []
     for seconds in (1e-6, 60.0):
         pool, store = PacedPool(spec, seconds), Store(tmp_path / f"{seconds}.duckdb")
@@ -276,16 +258,6 @@ def test_slow_arms_are_answered_in_small_bundles(spec: ModelSpec, task_folder: P
         assert fast.equals(slow)
 
 
-@pytest.mark.slow
-def test_two_replicas_on_ray_give_every_digit_of_one_in_process(
-    config: Evaluate, store: Store, undisturbed: Store
-) -> None:
-    with RayPool(config.model, WholePlacement(2, "cpu", 1)) as pool:
-        run(config, store, pool)
-    for ours, whole in zip(answers(store), answers(undisturbed), strict=True):
-        assert ours.equals(whole)
-
-
 def test_a_model_that_cannot_continue_a_prefix_is_reported(task_folder: Path, tmp_path: Path) -> None:
     make_model("jamba", vocabulary=300).save_pretrained(tmp_path / "jamba")
     make_tokenizer(300).save_pretrained(tmp_path / "jamba")
@@ -294,33 +266,6 @@ def test_a_model_that_cannot_continue_a_prefix_is_reported(task_folder: Path, tm
     said: list[str] = []
     run(config, Store(tmp_path / "s.duckdb"), CountingPool(spec), ARMS[:1], say=said.append)
     assert "prompts are read whole: continuing from a cached prefix changes the hidden states of this model" in said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("share", [None, False])
-def test_in_half_precision_a_rule_that_ablates_nothing_changes_no_digit(
-    share: bool | None, config: Evaluate, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = dataclasses.replace(config.model, dtype="bfloat16")
-    idle = Arm("rule", ArmKind.RULE, headscan.HeadRule("output_norm", -1.0), "output_norm")
-    tasks = dataclasses.replace(config.tasks, num_fewshot=4)
-    half = dataclasses.replace(config, model=spec, tasks=tasks, share_prefixes=share)
-    rows = []
-    monkeypatch.setattr(
-        shared_row_likelihood,
-        "read_shared_row",
-        lambda *args, **limits: rows.append(args) or read_shared_row(*args, **limits),
-    )
-    run(half, store, CountingPool(spec), [BASELINE, idle], batch_tokens=2000)
-    assert bool(rows) == (share is None)
-    of_baseline, of_rule = (
-        store.query(
-            "select answers.* exclude (arm_id) from answers join arms using (arm_id) where name = ? order by all",
-            [name],
-        )
-        for name in ("baseline", "rule")
-    )
-    assert of_baseline.num_rows > 0 and of_baseline.equals(of_rule)
 
 
 def test_an_arm_with_nan_answers_is_named_and_the_others_stay(config: Evaluate, store: Store) -> None:
@@ -334,3 +279,56 @@ def test_an_arm_with_nan_answers_is_named_and_the_others_stay(config: Evaluate, 
         run(counting, store, pool, arms, say=said.append)
     assert [arm["name"] for arm in store.query("from arms where status = 'finished'").to_pylist()] == [arms[1].name]
     assert store.runs("evaluate")[0]["status"] == "failed"
+
+
+ALL_ARMS = [
+    BASELINE,
+    mask_arm([(0, 2), (2, 1), (2, 3)]),
+    Arm("rule", ArmKind.RULE, headscan.HeadRule("output_norm_ln", 0.9), "output_norm_ln"),
+    *random_rules(0.3, 1),
+    Arm("plan", ArmKind.PLAN, KvWindows(KeptKeys.of([(0, 0, Window(1, 3)), (2, 0, Window(1, 3)), (2, 1, DROPPED)]))),
+]
+EVICTING = Arm("plan, decode", ArmKind.PLAN, KvEviction(plan_of([[NARROW, NARROW]] * 3).kept))
+STREAMED = StreamedPlacement("cpu", 1, 1 << 30, ((0, 1), (1, 3)))
+
+
+def asking(task_folder: Path, *tasks: str) -> dict[str, Any]:
+    chosen = TaskConfig(tasks, include_path=str(task_folder), limit=6)
+    return {"tasks": chosen, "recall": None, "share_prefixes": False}
+
+
+def test_arms_get_the_answers_of_one_process(spec: ModelSpec, task_folder: Path, store: Store, tmp_path: Path) -> None:
+    asked = Evaluate(spec, **asking(task_folder, "counting"))
+
+    def run(pool: Pool, into: Store, arms: Sequence[Arm] = ALL_ARMS) -> str:
+        return run_evaluation(asked, run_on(pool, into, batch_tokens=200), arms)
+
+    with open_pool(spec, THREADS) as pool:
+        run(pool, store)
+    apart = Store(tmp_path / "apart.duckdb")
+    with open_pool(spec, STREAMED) as pool:
+        with pytest.raises(
+            StagingError, match=r"^plan, decode evicts keys, which needs all layers of the model at once"
+        ):
+            run(pool, apart, [BASELINE, EVICTING])
+        run(pool, apart)
+        # Finished arms are not answered again, on any placement.
+        assert run(pool, apart) == apart.runs("evaluate")[0]["run_id"]
+    ours, whole = answers(apart)[0], answers(store)[0]
+    assert ours.num_rows == 6 * len(ALL_ARMS)
+    assert len(set(whole["ablated_share"].to_pylist())) > 3
+    for name in whole.column_names:
+        values = ours[name].to_pylist()
+        if pa.types.is_floating(whole[name].type):
+            assert values == pytest.approx(whole[name].to_pylist(), abs=1e-6)
+        elif not pa.types.is_list(whole[name].type):
+            assert values == whole[name].to_pylist()
+
+
+def test_texts_are_not_written_range_by_range(spec: ModelSpec, task_folder: Path, store: Store) -> None:
+    telling = asking(task_folder, "telling")
+    with open_pool(spec, STREAMED) as pool, pytest.raises(StagingError, match="6 texts"):
+        run_evaluation(Evaluate(spec, **telling), run_on(pool, store), ALL_ARMS)
+    with open_pool(spec, STREAMED) as pool, pytest.raises(StagingError, match="6 texts"):
+        run_sweep(Sweep(spec, **telling), run_on(pool, store))
+    assert not store.runs()  # nothing is recorded in vain

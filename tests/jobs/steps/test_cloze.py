@@ -1,4 +1,4 @@
-"""MMLU without letters: lm-eval's own form, length-normalised, for the same questions as the letters."""
+"""MMLU without letters in lm-eval's own form, and the index of lm-eval's tasks."""
 
 from __future__ import annotations
 
@@ -129,3 +129,26 @@ def test_tasks_that_ask_for_no_letters_are_refused(task_folder: Path) -> None:
         HarnessError, match=r"^`mmlu_cloze=True` needs a task with the letters of MMLU, not only counting. Add "
     ):
         _loaded(task_folder, "counting")
+
+
+@pytest.mark.parametrize(
+    ("name", "all_of_them"),
+    [("counting", False), ("mine", True)],  # a group may have members among lm-eval's own
+)
+def test_the_index_of_a_folder_is_enough_for_its_tasks(
+    name: str, all_of_them: bool, task_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in task_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "mine.yaml").write_text(json.dumps({"group": "mine", "task": ["counting"]}))
+    own, made = lm_eval.tasks.TaskManager, []
+
+    class Counted(own):  # type: ignore[misc, valid-type]
+        def __init__(self, include_path: str, include_defaults: bool = True) -> None:
+            made.append(include_defaults)
+            super().__init__(include_path=include_path, include_defaults=False)  # their index takes seven seconds
+
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", Counted)
+    tasks = Tasks(TaskConfig((name,), include_path=str(tmp_path)))
+    assert tasks.groups == ({"mine": ["counting"]} if all_of_them else {})
+    assert made == [False, True][: 1 + all_of_them]

@@ -177,9 +177,14 @@ def test_examples_become_tokens_and_classes(tmp_path: Path) -> None:
         labelled(tmp_path, folder, LABELLED[0], "a\tso")
 
 
-def test_decoders_have_no_loss_on_labels(tmp_path: Path, model_folder: Path) -> None:
+def test_models_without_a_loss_on_labels_are_refused(tmp_path: Path, model_folder: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM, which has no loss on labels"):
         labelled(tmp_path, model_folder, *LABELLED)
+    folder = save_translator(tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["BartForSequenceClassification"]}))
+    with pytest.raises(UnsupportedModelError, match="is a BartForSequenceClassification, which has no loss on labels"):
+        labelled(tmp_path, folder, *LABELLED)
 
 
 def test_targets_become_tokens(tmp_path: Path) -> None:
@@ -269,11 +274,3 @@ def test_token_types_are_checked(tmp_path: Path) -> None:
     other = headscan.load(save_classifier(tmp_path / "other", "distilbert"))
     with pytest.raises(SequenceError, match=r"whose tokens have no types. Leave them out"):
         headscan.collect(other, ids, token_type_ids=torch.zeros_like(ids))
-
-
-def test_an_encoder_decoder_with_classes_has_no_loss_on_labels(tmp_path: Path) -> None:
-    folder = save_translator(tmp_path / "m")
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["BartForSequenceClassification"]}))
-    with pytest.raises(UnsupportedModelError, match="is a BartForSequenceClassification, which has no loss on labels"):
-        labelled(tmp_path, folder, *LABELLED)

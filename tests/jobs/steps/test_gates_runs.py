@@ -90,20 +90,6 @@ def test_an_interrupted_run_resumes_with_the_same_gates(
     assert rows(store) == rows(whole)
 
 
-def test_a_run_that_cannot_be_finished_has_failed(config: Gates, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = Store.finish_run
-
-    def breaks(store: Store, run_id: str, **settings: Any) -> None:
-        if "status" not in settings:
-            raise StoreError("made to fail")
-        finish(store, run_id, **settings)
-
-    monkeypatch.setattr(Store, "finish_run", breaks)
-    with pytest.raises(StoreError, match="made to fail"):
-        run(replace(config, fit=replace(config.fit, steps=10), two_sided=False), store)
-    assert [row["status"] for row in store.runs("gates")] == ["failed"]
-
-
 def test_heads_that_the_fit_keeps_open_are_named(config: Gates, store: Store) -> None:
     said: list[str] = []
     slow = replace(config, fit=replace(config.fit, share=0.8, steps=10, rate=0.01), two_sided=False)
@@ -148,7 +134,9 @@ def test_from_the_command_line(spec: ModelSpec, corpus_folder: Path, tmp_path: P
     fails(capsys, ["gates", spec.source, "--corpus", str(corpus_folder), "--store", store, "--share", "1"], "--share")
 
 
-def test_settings_out_of_range(config: Gates, store: Store) -> None:
+def test_settings_that_a_fit_refuses_and_runs_that_cannot_finish(
+    config: Gates, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for settings, message in (
         ({"fit": GateFitConfig(share=None, penalty=0.1)}, "share=None"),
         ({"sequences": 0}, "sequences=0"),
@@ -158,3 +146,14 @@ def test_settings_out_of_range(config: Gates, store: Store) -> None:
             replace(config, **settings)
     with pytest.raises(GateError, match=r"`share=0\.999` closes \d+ of"):
         run(replace(config, fit=GateFitConfig(share=0.999)), store)
+    finish = Store.finish_run
+
+    def breaks(store: Store, run_id: str, **settings: Any) -> None:
+        if "status" not in settings:
+            raise StoreError("made to fail")
+        finish(store, run_id, **settings)
+
+    monkeypatch.setattr(Store, "finish_run", breaks)
+    with pytest.raises(StoreError, match="made to fail"):
+        run(replace(config, fit=replace(config.fit, steps=10), two_sided=False), store)
+    assert [row["status"] for row in store.runs("gates")] == ["failed"]

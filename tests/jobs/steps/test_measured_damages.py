@@ -262,24 +262,18 @@ def test_a_gain_on_one_text_is_never_clear() -> None:
     assert moved[1] == 0 < moved[8]
 
 
-def test_sets_of_other_bytes_are_no_reference() -> None:
+def test_the_search_refuses_other_bytes_and_measures_flips_and_the_edge() -> None:
     pretended = Pretended(0)
     order = sorted(HEADS)
     search = pretended.search(order[-6:])
     search.best(order, 6)
     assert search.reference is None
-
-
-def test_flips_are_the_damage_of_single_heads() -> None:
     pretended = Pretended(1)
     chosen = frozenset(HEADS[:6])
     found = pretended.search().flips(chosen, [HEADS[0], HEADS[7]])
     inside = pretended.means(chosen) - pretended.means(chosen - {HEADS[0]})
     outside = pretended.means(chosen | {HEADS[7]}) - pretended.means(chosen)
     np.testing.assert_allclose(found, [inside, outside])
-
-
-def test_the_edge_has_heads_of_both_sides() -> None:
     order = [(0, index) for index in range(100)]
     assert edge(order, frozenset(order[:50])) == tuple(order[40:60])
     assert len(edge([(0, index) for index in range(1000)], frozenset((0, index) for index in range(500)))) == 32

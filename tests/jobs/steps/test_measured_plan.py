@@ -1,12 +1,16 @@
-"""Plans by measured damage: budgets, loss limits, widths, the command line, and the bar on the demo model."""
+"""Plans by measured damage: budgets, loss limits, widths, the command line, resuming, and the bar on the demo model."""
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +22,13 @@ from headscan.cli.main import main
 from headscan.cluster.pool import InProcessPool
 from headscan.demo import MODEL_FOLDER
 from headscan.engine.prompt_losses import ALL_KEYS, PromptPool, recall_prompts, text_prompts
-from headscan.errors import HeadscanError, SequenceError
+from headscan.errors import HeadscanError, ResumeError, SequenceError
 from headscan.kv.kv_windows import KvWindows
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
-from headscan.plans import LossLimit, PlanError, WindowHeads, WindowShare, load_plan, make_plan, random_plan
+from headscan.plans import HeadPlan, LossLimit, PlanError, WindowHeads, WindowShare, load_plan, make_plan, random_plan
 from headscan.plans.window_search import smallest_windows
+from headscan.runs import code_version
 from headscan.runs.run_context import ModelContext, Run
 from headscan.settings.evaluation_settings import RecallQuestions
 from headscan.settings.saving_settings import RecallPrompts
@@ -38,6 +43,7 @@ from headscan.texts.token_requests import Request
 from headscan.windows import KeptKeys, Window
 from tests.jobs.conftest import THREADS
 from tests.sources import SHARED
+from tests.stores import copy_store
 
 SPEC = ModelSpec(str(MODEL_FOLDER), "float32")
 CORPUS = CorpusSpec("python-stdlib-heldout")
@@ -92,19 +98,6 @@ def test_the_other_methods_order_is_that_of_a_store(context: ModelContext, tmp_p
     heads = [(head.layer, head.kv_head) for head in plan.heads]
     needs = DamagePool(context.pool).needs([Request(tuple(ids), 1) for ids in texts], Window(4, 16), heads)
     np.testing.assert_allclose(needs / needs.max(), [head.score for head in plan.heads], rtol=1e-3)
-
-
-@pytest.mark.slow
-def test_a_plan_loses_no_more_than_the_other_methods_on_the_prompts_that_chose_it(context: ModelContext) -> None:
-    measurement = Measurement.of(SMALL, context)
-    order = measurement.distant_order(SMALL.windows[0])
-    assert order is not None and sorted(order) == sorted(measurement.units)
-    for count in (9, 18):
-        plan = run_plan(SMALL, context, WindowHeads(count))
-        other = KeptKeys.of([(*head, SMALL.windows[0]) for head in order[:count]])
-        losses = measurement.nats(measurement.ranking, [plan.kept, other])
-        assert all((nats[0] - nats[1]).mean() <= 1e-6 for nats in losses.values())
-        assert "sets of windows were measured with window masks" in plan.notes[1]
 
 
 #: Loss that each window adds to a request.
@@ -331,3 +324,150 @@ def test_measured_plans_lose_less_than_plans_by_attention_and_random_ones(
         assert (found[task][:, :1] < found[task][:, 2:]).all()
     assert found["text"][2, 0] <= 0.6 * found["text"][2, 1]
     assert found["copying"][2, 0] <= 0.4 * found["copying"][2, 1]
+
+
+#: Resuming does not depend on how much is measured.
+FEW = replace(SMALL, sequences=2, recall_prompts=0)
+
+#: Tasks whose items are kept.
+MEASURING = ("measure_damages", "measure_needs", "AnswerTask")
+
+
+class Stopped(Exception):
+    pass
+
+
+class CountingPool(InProcessPool):
+    """Notes every measured item, and stops before number ``most``."""
+
+    def __init__(self, most: int | None = None) -> None:
+        super().__init__(SPEC, THREADS)
+        self.most, self.measured = most, list[Any]()
+
+    def map(self, task, items):  # type: ignore[no-untyped-def]
+        name = getattr(task, "__name__", type(task).__name__)
+        if name not in MEASURING:
+            yield from super().map(task, items)
+            return
+        for item in items:
+            if len(self.measured) == self.most:
+                raise Stopped
+            for done in super().map(task, [item]):
+                self.measured.append((name, vars(item)))
+                yield done
+
+
+def made(store: Path | None, most: int | None = None, count: int = 2, **options: Any) -> tuple[HeadPlan, list[Any]]:
+    """Return a plan, of which few exchanges are tried, and what was measured."""
+    with CountingPool(most) as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headscan.plans.window_search._ROUNDS", 1)
+        patch.setattr("headscan.plans.window_search._TRIES", 2)
+        context = ModelContext(SPEC, lambda _: pool, batch_tokens=2048)
+        if store is not None:
+            context = Run(SPEC, Store(store), lambda _: pool, batch_tokens=2048, **options)
+        return run_plan(FEW, context, WindowHeads(count)), pool.measured
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The store of `undisturbed`."""
+    return tmp_path_factory.mktemp("finished") / "s.duckdb"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(finished: Path) -> tuple[str, list[Any]]:
+    plan, measured = made(finished)
+    assert {name for name, _ in measured} == set(MEASURING)
+    return plan.to_json(), measured
+
+
+@pytest.mark.parametrize("share", [0.1, pytest.param(0.9, marks=pytest.mark.slow)])
+def test_a_stopped_plan_resumes_with_the_same_numbers(
+    undisturbed: tuple[str, list[Any]], tmp_path: Path, share: float
+) -> None:
+    expected, measured = undisturbed
+    store, first = tmp_path / "s.duckdb", int(share * len(measured))
+    with pytest.raises(Stopped):
+        made(store, first)
+    assert [run["status"] for run in Store(store).runs("plan")] == ["failed"]
+    plan, rest = made(store)
+    assert plan.to_json() == expected
+    assert len(rest) == len(measured) - first
+    assert [run["status"] for run in Store(store).runs("plan")] == ["finished"]
+
+
+def test_a_finished_plan_is_not_measured_again_and_other_budgets_share_its_damages(
+    undisturbed: tuple[str, list[Any]], finished: Path, tmp_path: Path
+) -> None:
+    store = copy_store(finished, tmp_path / "s.duckdb")
+    again, measured = made(store)
+    assert (again.to_json(), measured) == (undisturbed[0], [])
+    other, measured = made(store, count=1)
+    alone, _ = made(None, count=1)
+    assert other.to_json() == alone.to_json()
+    assert {name for name, _ in measured} == {"AnswerTask"}
+    (run,) = Store(store).runs("plan")
+    assert run["status"] == "finished"
+
+
+KILLED = """
+import os, signal, sys
+from headscan.store.store import Store
+from headscan.runs import ledger
+from tests.jobs.steps.test_measured_plan import made
+
+ledger.WRITE_SECONDS = 0.0
+add = ledger.Ledger.add
+left = int(sys.argv[2])
+
+def added(self, unit, numbers):
+    global left
+    add(self, unit, numbers)
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+ledger.Ledger.add = added
+made(sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_plan_resumes(undisturbed: tuple[str, list[Any]], tmp_path: Path) -> None:
+    expected, measured = undisturbed
+    store, first = tmp_path / "s.duckdb", len(measured) // 2
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(store), str(first)], check=False, capture_output=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    (left,) = Store(store).runs("plan")
+    assert left["status"] == "interrupted"
+    assert Store(store).query("FROM units").num_rows == first
+    plan, rest = made(store)
+    assert (plan.to_json(), len(rest)) == (expected, len(measured) - first)
+
+
+@pytest.mark.slow
+def test_other_software(undisturbed: tuple[str, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unfinished plan of other software is refused, a finished one is measured again."""
+    _, measured = undisturbed
+    store = tmp_path / "s.duckdb"
+    with pytest.raises(Stopped):
+        made(store, 3)
+    monkeypatch.setattr(code_version, "package_versions", lambda: {"torch": "0.1"})
+    with pytest.raises(ResumeError, match="torch"):
+        made(store)
+    _, rest = made(store, resume_anyway=True)
+    assert len(rest) == len(measured) - 3
+    monkeypatch.setattr(code_version, "package_versions", lambda: {"torch": "0.2"})
+    lines: list[str] = []
+    _, all_again = made(store, say=lines.append)
+    assert len(all_again) == len(measured)
+    assert any("measured again with" in line for line in lines)
+    (run,) = Store(store).runs("plan")
+    assert [each["packages"] for each in run["provenance"]] == [{"torch": "0.2"}]
+
+
+def test_a_plan_without_a_store_reports_that_it_keeps_nothing() -> None:
+    lines: list[str] = []
+    with CountingPool(0) as pool, pytest.raises(Stopped):
+        run_plan(FEW, ModelContext(SPEC, lambda _: pool, say=lines.append), WindowShare(0.5))
+    assert lines[0] == "without a store, a job that stops keeps nothing of what it measured"

@@ -1,4 +1,4 @@
-"""Arms that another model answers: compared, resumed, and never loaded together with the baseline."""
+"""Arms that another model answers: compared, and never loaded together with the baseline."""
 
 from __future__ import annotations
 
@@ -155,34 +155,6 @@ def test_the_loss_of_text_is_that_of_separate_passes(
     # Three documents show nothing about the loss, so it has no interval.
     shown = f"loss: {nats[1]:.4g} against {nats[0]:.4g}: {nats[1] - nats[0]:+.4f} nats per token"
     assert shown in arm.sentence()
-
-
-class Stopped(Exception):
-    pass
-
-
-@pytest.mark.slow
-def test_a_stopped_evaluation_resumes_at_the_model(
-    config: Evaluate, spec: ModelSpec, store: Store, other_folder: Path, tmp_path: Path
-) -> None:
-    arms = [BASELINE, model_arm_of(other_folder, spec)]
-
-    def stop(_: ModelSpec) -> InProcessPool:
-        raise Stopped
-
-    with pytest.raises(Stopped):
-        run(config, store, arms, stop)
-    (stopped,) = store.runs("evaluate")
-    assert stopped["status"] == "failed"
-    lines: list[str] = []
-    assert run(config, store, arms, say=lines.append) == stopped["run_id"]
-    assert "baseline: finished before" in lines
-    whole = Store(tmp_path / "whole.duckdb")
-    run(config, whole, arms)
-    columns = (
-        "select name, task, question, log_likelihoods, response from answers join arms using (arm_id) order by all"
-    )
-    assert store.query(columns).equals(whole.query(columns))
 
 
 def test_another_content_of_a_folder_is_another_arm(spec: ModelSpec, other_folder: Path, tmp_path: Path) -> None:

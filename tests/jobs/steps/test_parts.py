@@ -12,7 +12,6 @@ import duckdb
 import pytest
 
 from headscan.cli.main import main
-from headscan.cluster.pool import Pool, open_pool
 from headscan.errors import MergeError, StoreError
 from headscan.model_spec import ModelSpec
 from headscan.runs.run_context import PoolFactory, Run
@@ -23,7 +22,7 @@ from headscan.steps.scan import Part, Scan
 from headscan.store.merge_stores import merge_stores
 from headscan.store.store import Store
 from headscan.texts import CorpusSpec, TokenConfig
-from tests.jobs.conftest import THREADS
+from tests.jobs.conftest import of_threads, refuse
 from tests.jobs.steps.killed_scans import kill_after, stored_shards
 
 #: The tables of a scan, and the columns of each that two equal scans may have different.
@@ -37,12 +36,8 @@ SCAN_TABLES = {
 
 @pytest.fixture(scope="session")
 def config(spec: ModelSpec, corpus_folder: Path) -> Scan:
-    tokens = TokenConfig(40, mode="chunk", min_tokens=5, limit_sequences=30)
-    return Scan(spec, CorpusSpec(str(corpus_folder)), tokens, shard_size=2)
-
-
-def of_threads(model: ModelSpec) -> Pool:
-    return open_pool(model, THREADS)
+    tokens = TokenConfig(40, mode="chunk", min_tokens=5, limit_sequences=18)
+    return Scan(spec, CorpusSpec(str(corpus_folder)), tokens, shard_size=2, statistics=("entropy",))
 
 
 def run(config: Scan, path: Path, part: str | None = None, make_pool: PoolFactory = of_threads) -> CorpusRunResult:
@@ -110,29 +105,16 @@ def test_a_part_is_no_finished_scan(parts: list[Path], config: Scan, tmp_path: P
     assert found["total_shards"] > found["finished_shards"] == first.measured
     assert Store(path).query("from head_summary").num_rows == 0
     assert Store(path).query("select distinct shard % 3 as rest from shards")["rest"].to_pylist() == [1]
-    assert run(config, path, "2/3", lambda _: pytest.fail("a complete part opened a pool")).already_done
+    assert run(config, path, "2/3", refuse).already_done
 
 
-def test_parts_have_the_same_shards_on_any_device(config: Scan, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rest", [None, "1/2"])
+def test_the_rest_of_a_part_completes_the_run(rest: str | None, whole: Path, config: Scan, tmp_path: Path) -> None:
     path = tmp_path / "s.duckdb"
-    run(dataclasses.replace(config, shard_size=None), path, "1/2")
-    [found] = Store(path).runs()
-    assert found["config"]["shard_size"] == 16  # an undivided scan would have shards of 64
-
-
-def test_the_rest_of_a_part_completes_the_run(whole: Path, config: Scan, tmp_path: Path) -> None:
-    path = tmp_path / "s.duckdb"
-    first = run(config, path, "1/2")
-    rest = run(config, path)
-    assert (rest.part, rest.skipped) == (None, first.measured)
-    assert row_differences(path, whole) == dict.fromkeys(SCAN_TABLES, 0)
-
-
-def test_two_parts_in_one_store_complete_the_run(whole: Path, config: Scan, tmp_path: Path) -> None:
-    path = tmp_path / "s.duckdb"
-    run(config, path, "2/2")
-    assert run(config, path, "1/2").part is None
-    assert Store(path).runs()[0]["config"]["parts"] == ["1/2", "2/2"]
+    first = run(config, path, "2/2")
+    completed = run(config, path, rest)
+    assert completed.part is None and completed.skipped == (first.measured if rest is None else 0)
+    assert Store(path).runs()[0]["config"].get("parts") == ["1/2", "2/2"][rest is None :]
     assert row_differences(path, whole) == dict.fromkeys(SCAN_TABLES, 0)
 
 
@@ -150,10 +132,13 @@ def test_a_part_continues_a_merge_of_which_no_source_read_all(
     assert row_differences(merged, whole) == dict.fromkeys(SCAN_TABLES, 0)
 
 
-def test_more_parts_than_shards_are_empty(config: Scan, tmp_path: Path) -> None:
-    result = run(config, tmp_path / "s.duckdb", "500/500")
-    assert result.measured == 0
-    assert Store(tmp_path / "s.duckdb").runs()[0]["status"] == "part"
+def test_more_parts_than_shards_are_empty_and_shards_have_one_size_everywhere(config: Scan, tmp_path: Path) -> None:
+    path, empty = tmp_path / "s.duckdb", tmp_path / "empty.duckdb"
+    assert run(config, empty, "500/500").measured == 0
+    assert Store(empty).runs()[0]["status"] == "part"
+    run(dataclasses.replace(config, shard_size=None), path, "1/2")
+    [found] = Store(path).runs()
+    assert found["config"]["shard_size"] == 16  # an undivided scan would have shards of 64
 
 
 @pytest.mark.parametrize("text", ["0/8", "9/8", "3", "3/", "-1/8", "3/0", "a/b"])
@@ -274,10 +259,12 @@ def test_a_killed_part_resumes_and_merges(
     config: Scan, whole: Path, parts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "2.duckdb"
-    options = "--max-tokens 40 --mode chunk --min-tokens 5 --limit-sequences 30 --shard-size 2 --batch-tokens 150"
+    options = "--max-tokens 40 --mode chunk --min-tokens 5 --limit-sequences 18 --shard-size 2 --batch-tokens 150"
     command = ["scan", config.model.source, "--corpus", config.corpus.name, *options.split(), "--part", "2/3"]
-    command += ["--store", str(path)]
-    kill_after(1, command)
+    command += ["--statistics", "entropy", "--store", str(path)]
+    seen = []
+    kill_after(1, command, lambda: seen.append(Store(path).runs()[0]["status"]))
+    assert [*seen, Store(path).runs()[0]["status"]] == ["running", "interrupted"]
     assert 1 <= stored_shards(path) < Store(parts[1]).runs()[0]["finished_shards"]
     assert main(command) == 0
     assert "part 2/3 of run" in capsys.readouterr().out

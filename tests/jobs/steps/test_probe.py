@@ -11,7 +11,7 @@ import pytest
 import headscan
 from headscan.catalog import BEHAVIOURS
 from headscan.cli.main import main
-from headscan.cluster.pool import Pool, WorkError, open_pool
+from headscan.cluster.pool import WorkError
 from headscan.errors import ModelLoadError, SequenceError, StoreError, UnknownNameError
 from headscan.measure.behaviour_probes import Needle
 from headscan.measure.probe_settings import BehaviourProbe
@@ -23,7 +23,7 @@ from headscan.steps.run_probe import NEEDLES, ProbeResult, run_probe
 from headscan.store.store import Store
 from headscan.texts import CorpusError, CorpusSpec
 from tests.jobs.cli.test_cli import fails
-from tests.jobs.conftest import THREADS
+from tests.jobs.conftest import of_threads, refuse
 from tests.small_models import make_model
 
 REPEATS = ("induction_score", "duplicate_token_score", "previous_token_score")
@@ -43,17 +43,9 @@ def bare_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def of_threads(model: ModelSpec) -> Pool:
-    return open_pool(model, THREADS)
-
-
 def run(config: Probe, store: Store, make_pool: PoolFactory = of_threads) -> ProbeResult:
     with Run(config.model, store, make_pool, batch_tokens=1300) as of_model:
         return run_probe(config, of_model)
-
-
-def refuse(_: ModelSpec) -> Pool:
-    raise AssertionError("no replica is needed")
 
 
 def values(store: Store, run_id: str, name: str) -> np.ndarray:
@@ -61,7 +53,7 @@ def values(store: Store, run_id: str, name: str) -> np.ndarray:
     return rows[name].to_numpy().reshape(3, 6)
 
 
-def test_rows_equal_the_instruments_scores(config: Probe, store: Store) -> None:
+def test_rows_equal_the_instruments_scores_and_are_measured_once(config: Probe, store: Store) -> None:
     result = run(config, store)
     assert not result.already_done
 
@@ -83,25 +75,20 @@ def test_rows_equal_the_instruments_scores(config: Probe, store: Store) -> None:
     assert (row["status"], row["num_layers"], row["num_heads"], row["bos_policy"]) == ("finished", 3, 6, "always")
     assert row["config"]["lengths"] == [500, 600]
     assert row["corpus_hash"].count("-") == 1
-
-
-def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: Probe, store: Store) -> None:
-    first = run(config, store)
-    assert run(config, store, refuse) == ProbeResult(first.run_id, True)
+    assert run(config, store, refuse) == ProbeResult(result.run_id, True)
     settings = replace(config.probe, seed=1)
     other = run(replace(config, probe=settings), store)
-    assert other.run_id != first.run_id
-    assert not np.array_equal(*(values(store, r.run_id, "induction_score") for r in (first, other)))
+    assert other.run_id != result.run_id
+    assert not np.array_equal(*(values(store, r.run_id, "induction_score") for r in (result, other)))
     # What only decides prompts that are not asked for makes no other run.
-    few = replace(config, behaviours=("induction_score",))
-    alone = run(few, store)
-    longer = replace(few, probe=replace(config.probe, lengths=(700,)), corpus=CorpusSpec("python-stdlib"))
-    assert run(longer, store, refuse) == ProbeResult(alone.run_id, True)
+    few = Probe(config.model, ("induction_score",), probe=config.probe)
+    short = run(few, store)
+    longer = replace(few, probe=replace(config.probe, lengths=(700,)))
+    assert run(longer, store, refuse) == ProbeResult(short.run_id, True)
     assert {r["kind"] for r in store.runs()} == {"probe"}
 
 
-def test_a_failed_probe_starts_over(config: Probe, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-
+def test_a_probe_that_fails_starts_over(config: Probe, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(*_: object) -> None:
         raise SequenceError("made to fail")
 
@@ -115,17 +102,13 @@ def test_a_failed_probe_starts_over(config: Probe, store: Store, monkeypatch: py
     assert [(r["run_id"], r["status"]) for r in store.runs("probe")] == [(result.run_id, "finished")]
     assert store.query("from head_behaviours").num_rows == len(BEHAVIOURS) * 18
 
-
-def test_a_probe_whose_rows_cannot_be_written_has_failed(
-    config: Probe, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def breaks(*_: object) -> None:
+    def full(*_: object) -> None:
         raise StoreError("made to fail")
 
-    monkeypatch.setattr(Store, "add_behaviours", breaks)
+    monkeypatch.setattr(Store, "add_behaviours", full)
     with pytest.raises(StoreError, match="made to fail"):
-        run(replace(config, behaviours=("induction_score",)), store)
-    assert [r["status"] for r in store.runs("probe")] == ["failed"]
+        run(Probe(config.model, ("induction_score",), probe=config.probe), store)
+    assert sorted(r["status"] for r in store.runs("probe")) == ["failed", "finished"]
 
 
 def test_a_model_without_a_tokenizer_has_the_behaviours_of_random_tokens(bare_folder: Path, store: Store) -> None:

@@ -18,11 +18,6 @@ from headscan.steps.prune.model_costs import compare_costs
 from tests.jobs.export.test_gguf_export import REMOVED, small
 
 
-@pytest.fixture(scope="module")
-def demo() -> LoadedModel:
-    return headscan.load("demo", device="cpu", dtype="float32")
-
-
 def saved(whole: LoadedModel, removed: list[tuple[int, int]], folder: Path) -> tuple[LoadedModel, dict[str, FormSize]]:
     """Return a model that was saved without some heads, and its forms by name."""
     smaller = headscan.slice_heads(whole, removed)
@@ -42,20 +37,18 @@ def stored(folder: Path) -> tuple[int, int]:
     return numbers, nbytes
 
 
-#: Families whose sizes follow from every case in the fast suite, or from the cases that are named.
-FAST = {"llama": (*REMOVED,), "llama-mha": ("equal", "no attention"), "qwen2": ("none", "uneven")}
-
-
 @pytest.mark.parametrize(
     ("name", "case"),
     [
-        pytest.param(name, case, marks=() if case in fast else pytest.mark.slow)
-        for name, fast in FAST.items()
-        for case in REMOVED
+        *(("llama", case) for case in REMOVED),
+        ("llama-mha", "equal"),
+        ("llama-mha", "no attention"),
+        ("qwen2", "none"),
+        ("qwen2", "uneven"),
     ],
 )
-def test_sizes_are_those_of_the_exported_files(name: str, case: str, demo: LoadedModel, tmp_path: Path) -> None:
-    lm, forms = saved(small(name, demo), REMOVED[case], tmp_path / "smaller")
+def test_sizes_are_those_of_the_exported_files(name: str, case: str, tmp_path: Path) -> None:
+    lm, forms = saved(small(name), REMOVED[case], tmp_path / "smaller")
     own, decilm, gguf = (forms[form] for form in ("headscan", "DeciLM", "GGUF"))
     assert (own.parameters, own.bytes) == stored(tmp_path / "smaller")
     kv_heads = sum(site.num_key_value_heads for site in lm.grid.sites)
@@ -79,8 +72,8 @@ def test_sizes_are_those_of_the_exported_files(name: str, case: str, demo: Loade
     assert (gguf.query_heads, gguf.kv_heads, gguf.kv_bytes) == (sum(queries), sum(keys), 2 * 2 * 8 * sum(keys))
 
 
-def test_models_without_a_place_have_dashes(demo: LoadedModel, tmp_path: Path) -> None:
-    _, forms = saved(small("qwen3", demo), [(1, 0)], tmp_path / "smaller")
+def test_models_without_a_place_have_dashes(tmp_path: Path) -> None:
+    _, forms = saved(small("qwen3"), [(1, 0)], tmp_path / "smaller")
     own = forms.pop("headscan")
     assert own.parameters and own.kv_heads == 6
     assert {*forms} >= {"DeciLM", "GGUF"}

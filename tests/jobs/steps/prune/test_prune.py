@@ -1,16 +1,20 @@
-"""Pruning from the command line: models, controls, verdict, and what a user can get wrong."""
+"""Pruning from the command line: models, controls, verdict, kills, and what a user can get wrong."""
 
 from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import headscan
 from headscan.ablation.masks import HeadMask
@@ -18,10 +22,13 @@ from headscan.cli.main import main
 from headscan.engine.prompt_losses import Prompts
 from headscan.errors import PruningError
 from headscan.export.decilm_folder import write_decilm
+from headscan.grid import Unit
 from headscan.kv.plan_cache import cache_bytes
 from headscan.model_spec import ModelSpec
+from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.edited_model import Edits
 from headscan.pruning.repair import repair
+from headscan.pruning.save_model import save_pruned
 from headscan.runs.model_identity import identify
 from headscan.settings.saving_settings import PruneTexts, RecallPrompts
 from headscan.steps.prune.calibration_texts import read_texts
@@ -34,6 +41,7 @@ from headscan.texts.token_requests import Request
 from tests.instrument.pruning.texts import random_texts
 from tests.jobs.conftest import make_tokenizer
 from tests.small_models import make_loaded, make_model
+from tests.sources import ROOT
 
 pytestmark = pytest.mark.usefixtures("own_tasks_alone")
 
@@ -43,6 +51,12 @@ def command(model_folder: Path, corpus_folder: Path, task_folder: Path, tmp_path
     words = ["prune", str(model_folder), "--corpus", str(corpus_folder), "--max-tokens", "64", "--sequences", "16"]
     words += ["--tasks", "counting", "--include-path", str(task_folder), "--no-recall", "--device", "cpu"]
     return [*words, "--store", str(tmp_path / "s.duckdb"), "--out", str(tmp_path / "smaller"), "--repair", "o"]
+
+
+@pytest.fixture
+def bare(command: list[str]) -> list[str]:
+    """The command without a repair."""
+    return [*command[:-1], "none"]
 
 
 def without_tasks(command: list[str]) -> list[str]:
@@ -255,14 +269,11 @@ def test_bad_input_leaves_nothing_behind(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s.duckdb"]
 
 
-def test_wrong_recall_settings_are_refused() -> None:
+def test_recall_settings_of_a_pruning(tmp_path: Path) -> None:
     with pytest.raises(PruningError, match=r"^`prompts=12` \(limit a multiple of 8\)"):
         RecallPrompts(prompts=12)
     with pytest.raises(PruningError, match=r"^`weight=-1` \(limit 0\)"):
         RecallPrompts(weight=-1.0)
-
-
-def test_a_weight_of_zero_asks_no_recall_prompt(tmp_path: Path) -> None:
     texts = PruneTexts(CorpusSpec("texts/"))
     without = Prune(ModelSpec("model"), out=tmp_path, share=0.3, texts=texts, recall_prompts=RecallPrompts(weight=0.0))
     assert without.recall_prompts.prompts == 0
@@ -320,3 +331,142 @@ def test_a_long_document_leaves_the_next_ones_to_the_other_half(spec: ModelSpec,
     assert f"{len(texts.lengths)} texts from 1 document of" in lines[0] and "from 5 documents of" in lines[0]
     with pytest.raises(PruningError, match="Choose a larger corpus"):
         read_texts(config, identify(spec), texts.tokens + 1)
+
+
+@pytest.mark.parametrize(
+    ("methods", "unit", "size", "expected"),
+    [
+        (("damage", "entropy"), "head", {"share": 0.2}, [(2, True), (0, False)]),
+        (("random", "damage"), "head", {"share": 0.2}, [(0, True), (2, False)]),
+        (("layer-drop", "damage"), "head", {"share": 0.2}, [(0, False), (2, True)]),
+        (("random", "layer-drop"), "head", {"share": 0.2}, [(0, True), (2, False)]),
+        (("layer-drop",), "head", {"share": 0.2}, [(2, False)]),
+        (("random", "entropy"), "layer", {"share": 0.2}, [(0, True), (2, False)]),
+        (("random", "damage"), "layer", {"share": 0.2}, [(0, False), (2, False)]),
+        (("damage", "entropy", "random"), "head", {"max_divergence": 0.1}, [(2, True), (2, True), (0, True)]),
+        (("damage", "layer-drop"), "group", {"kv_bytes": 1000, "at": 10}, [(2, True), (2, False)]),
+    ],
+)
+def test_every_size_has_its_controls(
+    methods: tuple[str, ...], unit: Unit, size: dict[str, Any], expected: list[tuple[int, bool]], tmp_path: Path
+) -> None:
+    texts = PruneTexts(CorpusSpec("texts/"))
+    step = Prune(ModelSpec("model"), out=tmp_path, methods=methods, texts=texts, unit=unit, controls=2, **size)
+    wanted = step.wanted(tmp_path / "scratch")
+    assert [(len(each.random_folders), each.layers_folder is not None) for each in wanted] == expected
+
+
+def test_a_control_as_large_as_the_model_is_left_out(
+    bare: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of three layers, 90 % of the heads are three layers."""
+    assert main([*bare, "--share", "0.9", "--method", "random"]) == 0
+    assert "no control without whole attention layers: " in "".join(capsys.readouterr())
+    assert (tmp_path / "smaller" / "config.json").exists()
+
+
+def test_an_interrupted_evaluation_names_the_saved_models_and_resumes(
+    bare: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("headscan.steps.prune.run_prune.run_evaluation", interrupt)
+        assert main([*bare, "--heads", "0:1"]) != 0
+    said = "".join(capsys.readouterr())
+    assert f"the pruned models are saved: {tmp_path / 'smaller'}. Judge them" in said
+    assert ".smaller-pruning keeps what is finished; the same command resumes" in said
+    assert "Not judged." in (tmp_path / "smaller" / "README.md").read_text()
+    assert (tmp_path / ".smaller-pruning" / "0-layers").is_dir()
+    assert main([*bare, "--heads", "0:2"]) == 2
+    assert "an unfinished run with other settings" in capsys.readouterr().err
+
+    with monkeypatch.context() as patched:
+        patched.setattr("headscan.steps.prune.work_folder.save_pruned", interrupt)
+        patched.setattr("headscan.steps.prune.work_folder.check_reload", interrupt)
+        assert main([*bare, "--heads", "0:1"]) == 0  # nothing is built again
+    assert "Not judged." not in (tmp_path / "smaller" / "README.md").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.duckdb", "smaller"]
+    assert main([*bare, "--heads", "0:1"]) == 2
+    assert "smaller holds a finished pruned model. `headscan report` shows its verdict" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("loaded_in", ["a forked process", pytest.param("a new process", marks=pytest.mark.slow)])
+def test_a_model_that_computes_something_else_stays_in_the_work_folder(
+    loaded_in: str,
+    bare: list[str],
+    new_python: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def damage(lm: LoadedModel, folder: Path, **_: object) -> None:
+        save_pruned(lm, folder)
+        file = folder / "model.safetensors"
+        weights = load_file(file)
+        weights["model.norm.weight"] *= 1.5
+        weights["model.norm.weight"][::2] *= -1
+        save_file(weights, file, {"format": "pt"})
+
+    monkeypatch.setattr("headscan.steps.prune.work_folder.save_pruned", damage)
+    if loaded_in == "a new process":
+        monkeypatch.setattr("headscan.pruning.save_model.run_python", new_python)
+    place = bare.index("--tasks")
+    assert main([*bare[:place], *bare[place + 4 :], "--heads", "0:1", "--skip-verdict"]) == 2
+    assert "loaded in a fresh process, has other logits: relative error" in capsys.readouterr().err
+    assert not (tmp_path / "smaller").exists()
+
+
+#: Kills the process at the first call of a function in a module, if its first argument fits.
+_KILLED = """
+import importlib, os, signal, sys
+from headscan.cli.main import main
+module, name, which = sys.argv[1:4]
+owner = importlib.import_module(module)
+*outer, name = name.split(".")
+for each in outer:
+    owner = getattr(owner, each)
+original = getattr(owner, name)
+def dies(*args, **kwargs):
+    if which == "after":
+        original(*args, **kwargs)
+    if which != "control" or args[1].is_control:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*args, **kwargs)
+setattr(owner, name, dies)
+main(sys.argv[4:])
+"""
+_PRUNING = "headscan.steps.prune"
+#: By moment: the module and function at whose call the process dies, and when.
+MOMENTS = {
+    "calibration": (f"{_PRUNING}.build_models", "repair", "before"),
+    "saving": ("headscan.pruning.save_model", "_write", "after"),
+    "controls": (f"{_PRUNING}.build_models", "write_model", "control"),
+    "before the rename": (f"{_PRUNING}.work_folder", "check_reload", "after"),
+    "after the rename": (f"{_PRUNING}.run_prune", "pruned_arm", "before"),
+    "evaluation": ("headscan.runs.run_context", "Run.on", "before"),
+}
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_equal_files(bare: list[str], tmp_path: Path) -> None:
+    """The same command is killed at six moments, one after the other, and then ends."""
+    words = [*bare[:-1], "o", "--shares", "0.2,0.4", "--controls", "2"]
+    undisturbed = [*words, "--out", str(tmp_path / "whole"), "--store", str(tmp_path / "whole.duckdb")]
+    assert main(undisturbed) == 0
+    for moment, (module, name, when) in MOMENTS.items():
+        dying = [sys.executable, "-c", _KILLED, module, name, when, *words]
+        done = subprocess.run(dying, capture_output=True, text=True, cwd=ROOT, input="", check=False)
+        assert done.returncode == -signal.SIGKILL, f"{moment}: {done.stderr}"
+    assert main(words) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.duckdb", "smaller", "whole", "whole.duckdb"]
+    whole = tmp_path / "whole"
+    files = [path.relative_to(whole) for path in whole.rglob("*") if path.is_file()]
+    assert len(files) > 8
+    for file in files:
+        if file.name not in ("README.md", "pruning.json"):  # with times
+            assert (tmp_path / "smaller" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    query = "select arms.name, answers.* exclude (arm_id) from answers join arms using (arm_id) order by all"
+    rows = [Store(tmp_path / name).query(query).to_pylist() for name in ("s.duckdb", "whole.duckdb")]
+    assert rows[0] == rows[1] and len({row["name"] for row in rows[0]}) == 9

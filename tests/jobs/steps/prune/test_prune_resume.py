@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import signal
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -176,37 +173,3 @@ def test_a_stopped_pruning_builds_again_with_another_judgement(
         judging.write_text("ten nine eight seven six five four three two one " * 40)
         (new,) = found(before).losses.values()
         assert new.original != old["original"]
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import pytest
-from headscan.runs import run_context
-from tests.jobs.steps.prune import test_prune_resume as resume
-
-class Killed(Exception):
-    def __init__(self):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-run_context.WRITE_SECONDS = 0.0
-resume.Stopped = Killed
-model, corpus, folder, most = sys.argv[1:]
-with pytest.MonkeyPatch.context() as monkeypatch:
-    resume.pruned(Path(model), Path(corpus), Path(folder), monkeypatch, int(most))
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_pruning_resumes(
-    undisturbed, model_folder: Path, corpus_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # type: ignore[no-untyped-def]
-    heads, weights, whole = undisturbed
-    first = whole.units // 2
-    words = [sys.executable, "-c", KILLED, str(model_folder), str(corpus_folder), str(tmp_path), str(first)]
-    ended = subprocess.run(words, check=False, capture_output=True)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-    (left,) = Store(tmp_path / "s.duckdb").runs("prune")
-    assert left["status"] == "interrupted"
-    found, again, rest = pruned(model_folder, corpus_folder, tmp_path, monkeypatch)
-    assert (found, again, rest.units) == (heads, weights, whole.units - first)

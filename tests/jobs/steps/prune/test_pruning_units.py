@@ -40,7 +40,7 @@ def grid() -> headscan.HeadGrid:
     return discover(make_model("llama"))
 
 
-def test_units_hold_every_head_once(grid: headscan.HeadGrid) -> None:
+def test_units_hold_every_head_once_and_follow_an_order(grid: headscan.HeadGrid) -> None:
     every = sorted(grid.heads())
     for unit, count in (("head", len(every)), ("group", sum(s.num_key_value_heads for s in grid.sites)), ("layer", 3)):
         units = all_units(grid, unit)  # type: ignore[arg-type]
@@ -49,9 +49,6 @@ def test_units_hold_every_head_once(grid: headscan.HeadGrid) -> None:
     site = grid.sites[0]
     group = site.num_attention_heads // site.num_key_value_heads
     assert all(len({head.head // group for head in heads}) == 1 for heads in all_units(grid, "group"))
-
-
-def test_the_first_units_of_an_order(grid: headscan.HeadGrid) -> None:
     heads = all_units(grid, "head")
     order = [(2, 1), (0, 3), (1, 0)]
     assert first_units(heads, order, 2) == (Head(0, 3), Head(2, 1))

@@ -30,19 +30,11 @@ from headscan.steps.prune.prune_step import RepairChoice
 from headscan.steps.referee.referee_step import Referee
 from headscan.store.store import Store
 from headscan.texts.labelled_texts import LabelledText, read_labelled
-from headscan.verdicts.criterion_points import SitePoint, read_site_points
+from headscan.verdicts.criterion_points import SitePoint
 from tests.jobs.cli.test_cli import fails
 from tests.jobs.conftest import THREADS
 from tests.jobs.steps.labelled_models import LABELLED, save_classifier, save_translator, write_lines
 from tests.jobs.steps.labelled_oracle import Oracle, Refusing, config_of, execute, oracle_importance, zeroed
-from tests.jobs.steps.train_small_models import (
-    coloured,
-    examples,
-    reversed_words,
-    train_classifier,
-    train_translator,
-    write_examples,
-)
 
 THIRDS = (1 / 3, 2 / 3, 1.0)
 #: A head as the reference names it.
@@ -235,21 +227,3 @@ def test_faults_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     fails(capsys, ["referee", "demo", *start[2:], "--data", data], "has no loss on labels")
     fails(capsys, [*start, "--corpus", "c", "--metric", "loss"], "--metric has no effect without --data")
     fails(capsys, [*start, "--corpus", "c", "--rank-data", data], "--rank-data has no effect without --data")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("train", "make", "count"), [(train_classifier, coloured, 400), (train_translator, reversed_words, 150)]
-)
-def test_criteria_of_trained_models_differ_from_chance(train: Any, make: Any, count: int, tmp_path: Path) -> None:
-    """A head's own effect orders heads better than chance does."""
-    model = train(tmp_path / "m")
-    data, store = write_examples(tmp_path / "dev.tsv", examples(make, count, 10**6)), tmp_path / "s.duckdb"
-    words = ["referee", model, "--data", data, "--store", store, "--metric", "loss", "--shares", "0.25,0.5"]
-    assert main([*map(str, words)]) == 0
-    points = read_site_points(Store(store), Store(store).resolve_run(None, "ablate")["run_id"])
-    site = "all" if any(point.site == "all" for point in points) else "self"
-    of_site = [point for point in points if point.site == site and point.share == 0.5]
-    chance = [point.effect.effect for point in of_site if point.criterion == "random"]
-    (effect,) = [point.effect.effect for point in of_site if point.criterion == "effect"]
-    assert len(chance) == 3 and effect < min(chance)

@@ -88,18 +88,12 @@ def test_iterative_removal_measures_again(command: list[str], tmp_path: Path) ->
     assert again["gate", 0.5] == once["gate", 0.5]
 
 
-def test_families_share_measurements() -> None:
+def test_criteria_share_measurements_and_count_once() -> None:
     assert sorted(name for family in families(CRITERIA) for name in family) == sorted(CRITERIA)
     assert families(["damage", "entropy", "value_norm"]) == [("entropy", "value_norm"), ("damage",)]
-
-
-def test_defaults_are_those_of_the_library() -> None:
-    assert read_command(["referee", "demo"]).step.compared == CriteriaComparison()
-
-
-def test_repeated_shares_and_criteria_count_once() -> None:
     compared = CriteriaComparison(("effect", "effect"), (0.1, 0.2, 0.1))
     assert (compared.criteria, compared.shares) == (("effect",), (0.1, 0.2))
+    assert read_command(["referee", "demo"]).step.compared == CriteriaComparison()
 
 
 @pytest.mark.parametrize(

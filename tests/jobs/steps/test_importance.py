@@ -1,4 +1,4 @@
-"""Importance runs from the command line to the store; interrupted ones resume."""
+"""Importance on texts and on labelled examples, from the command line to the store."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import headscan
+from headscan.architectures import HEADS, LAYERS
 from headscan.cli.main import main
-from headscan.cluster.pool import Pool, WorkError, open_pool
 from headscan.engine.arms import criterion_masks
-from headscan.errors import InterventionError, SelectionError, SequenceError, UnknownNameError
+from headscan.errors import InterventionError, SelectionError, UnknownNameError
 from headscan.gradients.head_importance import default_loss
 from headscan.model_spec import ModelSpec
 from headscan.ranking.head_ranking import rank_importance
 from headscan.runs.head_orders import find_run, stored_orders
 from headscan.runs.model_identity import identify
 from headscan.runs.run_context import PoolFactory, Run
+from headscan.settings.corpus_settings import ExamplesSpec
 from headscan.steps import run_importance as importance_task
 from headscan.steps.corpus_step import CorpusRunError
 from headscan.steps.importance import Importance
@@ -30,7 +32,9 @@ from headscan.steps.run_importance import run_importance
 from headscan.store.store import Store
 from headscan.texts import CorpusSpec, TokenConfig, open_corpus, sequences
 from tests.jobs.cli.test_cli import fails
-from tests.jobs.conftest import THREADS, make_tokenizer
+from tests.jobs.conftest import make_tokenizer, of_threads, refuse
+from tests.jobs.steps.labelled_models import LABELLED, write_lines
+from tests.jobs.steps.labelled_oracle import Oracle, config_of, token_gradients
 from tests.small_models import make_model
 
 
@@ -40,17 +44,9 @@ def config(spec: ModelSpec, corpus_folder: Path) -> Importance:
     return Importance(spec, CorpusSpec(str(corpus_folder)), plan, shard_size=6)
 
 
-def of_threads(model: ModelSpec) -> Pool:
-    return open_pool(model, THREADS)
-
-
 def run(config: Importance, store: Store, make_pool: PoolFactory = of_threads) -> CorpusRunResult:
     with Run(config.model, store, make_pool, batch_tokens=200) as of_model:
         return run_importance(config, of_model)
-
-
-def refuse(_: ModelSpec) -> Pool:
-    raise AssertionError("no replica is needed")
 
 
 def rows(store: Store, run_id: str) -> list[dict]:
@@ -84,41 +80,27 @@ def test_rows_equal_the_librarys_numbers(config: Importance, store: Store) -> No
     assert counts == {"rows": len(texts) * 18, "texts": len(texts)}
 
 
-@pytest.mark.slow
-def test_an_interrupted_run_resumes_with_the_same_rows(
+def test_the_sum_over_tokens_and_batches_in_halves(
     config: Importance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, store = Store(tmp_path / "whole.duckdb"), Store(tmp_path / "s.duckdb")
-    expected = run(config, whole)
-    measure, left = importance_task.head_gradients, [2]
-
-    def breaks(*args: object) -> dict[str, torch.Tensor]:
-        left[0] -= 1
-        if left[0] < 0:
-            raise SequenceError("made to fail")
-        return measure(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(importance_task, "head_gradients", breaks)
-        with pytest.raises(WorkError, match=r"shard \d+: made to fail"):
-            run(config, store)
-    assert [row["status"] for row in store.runs("importance")] == ["failed"]
-    assert store.query("from importance_summary").num_rows == 0
-    resumed = run(config, store)
-    assert resumed.run_id == expected.run_id
-    assert resumed.skipped >= 1 and resumed.skipped + resumed.measured == expected.measured
-    assert rows(store, resumed.run_id) == rows(whole, expected.run_id)
-    assert run(config, store, refuse) == CorpusRunResult(resumed.run_id, True)
-
-
-@pytest.mark.slow
-def test_another_reduction_is_another_run(config: Importance, store: Store) -> None:
+    """Another reduction is another run; batches without enough memory are halved."""
+    store, other = Store(tmp_path / "s.duckdb"), Store(tmp_path / "halved.duckdb")
     mean, total = run(config, store), run(replace(config, reduction="sum"), store)
     assert mean.run_id != total.run_id
     values = [np.array([row["gate_gradient"] for row in rows(store, each.run_id)]) for each in (mean, total)]
     tokens = store.query("select sequence, any_value(tokens) as tokens from sequences group by all order by all")
     factor = np.repeat(tokens["tokens"].to_numpy() - 1, 18)
     np.testing.assert_allclose(values[1], values[0] * factor, rtol=1e-4, atol=1e-6)
+    measure = importance_task.head_gradients
+
+    def small(lm, loss):
+        if len(loss.lengths) > 1:
+            raise torch.OutOfMemoryError("made to fail")
+        return measure(lm, loss)
+
+    monkeypatch.setattr(importance_task, "head_gradients", small)
+    halved = [row["gate_gradient"] for row in rows(other, run(config, other).run_id)]
+    np.testing.assert_allclose(halved, values[0], rtol=2e-4, atol=1e-6)
 
 
 def test_recall_prompts_follow_the_texts_and_leave_their_numbers(
@@ -167,34 +149,6 @@ def test_recall_prompts_follow_the_texts_and_leave_their_numbers(
         criterion_masks(store, both, "importance_recall", [0.5], "inactive")
     with pytest.raises(InterventionError, match=r"no finished importance of .* --recall-prompts 16` on it first"):
         find_run(store, replace(identity, name="o", config_hash="o"), "importance_recall", None)
-
-
-def test_a_run_of_other_columns_is_not_taken_for_this_one(
-    config: Importance, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        other_columns = ("token_gradient", "gate_gradient", "entropy")
-        patch.setattr("headscan.steps.run_importance.MEASURED", other_columns)
-        older = run(config, store)
-    assert run(config, store).run_id != older.run_id
-
-
-def test_memory_that_runs_out_halves_batches(
-    config: Importance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stores = [Store(tmp_path / f"{i}.duckdb") for i in range(2)]
-    expected = run(config, stores[0])
-    measure = importance_task.head_gradients
-
-    def small(lm, loss):
-        if len(loss.lengths) > 1:
-            raise torch.OutOfMemoryError("made to fail")
-        return measure(lm, loss)
-
-    monkeypatch.setattr(importance_task, "head_gradients", small)
-    run(config, stores[1])
-    found = [[row["gate_gradient"] for row in rows(store, expected.run_id)] for store in stores]
-    np.testing.assert_allclose(found[1], found[0], rtol=2e-4, atol=1e-6)
 
 
 def test_settings_out_of_range_are_named(config: Importance) -> None:
@@ -280,3 +234,70 @@ def test_encoders_and_encoder_decoders_have_rows_for_every_site(
     )
     ours = rows_of["gate_gradient"].to_numpy().reshape(lm.grid.shape)
     np.testing.assert_allclose(ours, alone["gate_gradient"][0].numpy(), rtol=1e-3, atol=1e-6)
+
+
+def labelled_config(folder: Path, family: str) -> Importance:
+    asked = config_of(folder, family)
+    return Importance(asked.model, data=asked.data, shard_size=5)
+
+
+def run_labelled(config: Importance, store: Store) -> CorpusRunResult:
+    return run_importance(config, Run(config.model, store, of_threads))
+
+
+@pytest.mark.parametrize(
+    ("family", "sites"),
+    [
+        ("bert", ["self"]),
+        ("t5", ["encoder", "self", "cross"]),
+        pytest.param("distilbert", ["self"], marks=pytest.mark.slow),
+        pytest.param("roberta", ["self"], marks=pytest.mark.slow),
+        pytest.param("bart", ["encoder", "self", "cross"], marks=pytest.mark.slow),
+        pytest.param("marian", ["encoder", "self", "cross"], marks=pytest.mark.slow),
+    ],
+)
+def test_rows_equal_gates_on_one_example(family: str, sites: list[str], tmp_path: Path, store: Store) -> None:
+    config = labelled_config(tmp_path, family)
+    run_id = run_labelled(config, store).run_id
+    oracle = Oracle(config, family)
+    found = store.query(
+        "select site, gate_gradient as g from head_importance where run_id = ? order by sequence, layer, head", [run_id]
+    ).to_pandas()
+    ours = {site: found[found["site"] == site]["g"].to_numpy().reshape(-1, LAYERS, HEADS) for site in sites}
+    assert all(len(values) == len(oracle.texts) and np.abs(values).max() > 1e-3 for values in ours.values())
+    for text in oracle.texts[:4]:
+        for (site, layer), gradients in token_gradients(oracle, sites, text).items():
+            expected = gradients.sum((0, 1)).numpy()
+            np.testing.assert_allclose(ours[site][text.index, layer], expected, rtol=2e-3, atol=2e-6)
+
+
+def test_other_labels_are_another_run_and_the_same_ones_are_done(tmp_path: Path, store: Store) -> None:
+    config = labelled_config(tmp_path, "bert")
+    done = run_labelled(config, store)
+    assert (done.measured, done.skipped) == (3, 0)
+    assert run_importance(config, Run(config.model, store, refuse)) == CorpusRunResult(done.run_id, True)
+    write_lines(tmp_path / "d.tsv", [line.replace("good", "bad") for line in LABELLED])
+    assert run_labelled(config, store).run_id != done.run_id
+
+
+@pytest.mark.parametrize(
+    "without_effect", [{"corpus": CorpusSpec("c")}, {"recall_prompts": 4}, {"tokens": TokenConfig(64, mode="pack")}]
+)
+def test_settings_of_a_corpus_are_refused_with_examples(without_effect: dict[str, Any]) -> None:
+    with pytest.raises(CorpusRunError, match=rf"`{next(iter(without_effect))}` ha(s|ve) no effect with `data`"):
+        Importance(ModelSpec("m"), data=ExamplesSpec("d"), **without_effect)
+
+
+def test_the_verb_reads_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str], model_folder: Path) -> None:
+    config, store = labelled_config(tmp_path, "bert"), str(tmp_path / "s.duckdb")
+    command = ["importance", config.model.source, "--store", store]
+    fails(capsys, command, "--corpus is required: name a text, or a file of labelled examples as --data")
+    fails(capsys, [*command, "--corpus", "c"], "is a classifier, and text has no labels. Set --data")
+    fails(capsys, [*command, "--corpus", "c", "--data", "d"], "--corpus has no effect with --data")
+    fails(capsys, [*command, "--data", config.data.path, "--mode", "pack"], "--mode has no effect with --data")
+    of_decoder = ["importance", str(model_folder), "--store", store, "--data", config.data.path]
+    fails(capsys, of_decoder, "has no loss on labels. Load an encoder with a classification head")
+    assert main([*command, "--data", config.data.path]) == 0
+    assert "1 shards measured, 0 stored before" in capsys.readouterr().out
+    assert main(["rank", "--by", "importance", "--store", store, "--limit", "3"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 5
