@@ -31,7 +31,7 @@ def walk(rng: np.random.Generator, gained: np.ndarray, lost: np.ndarray, questio
     found: list[ShareVerdict] = []
     for share, win, lose in zip(SHARES, gained, lost, strict=True):
         arm = np.where(right, unlucky >= lose / 0.75, lucky < win / 0.25)
-        paired = compare(right.astype(float), arm.astype(float), resamples=200)
+        paired = compare(right.astype(float), arm.astype(float))
         of_arm = ArmRecord(name=f"arm {share}", kind=ArmKind.MASK, ablated_share=share, share=share)
         outcome = arm_verdict(of_arm, {BENCHMARK: paired}, comparisons=comparisons)
         found.append(share_verdict(outcome, share))
