@@ -25,6 +25,10 @@ from tests.numbers.conftest import compare
 Kind = Callable[[np.random.Generator, int, int, int], bool]
 
 
+#: Mean probability of the right choice in `probabilities`.
+_MEAN_PROBABILITY = float((1 / (1 + np.exp(-np.random.default_rng(0).normal(1.0, (4 + 1 / 16) ** 0.5, 10**6)))).mean())
+
+
 def _kept(baseline: np.ndarray, arm: np.ndarray, kinds: int, texts: np.ndarray | None = None) -> bool:
     paired = widened_differences({BENCHMARK: compare(baseline, arm, texts=texts)}, kinds, kinds)[BENCHMARK]
     return paired.low > -1
@@ -44,6 +48,19 @@ def credit(rng: np.random.Generator, questions: int, kinds: int, lost: int, jitt
     arm = baseline + rng.uniform(-jitter, jitter, questions) * (rng.random(questions) < 0.8)
     whole = rng.random(questions) < 0.02 * lost  # of 0.5 credit on average
     return _kept(baseline, np.where(whole, 0, arm), kinds)
+
+
+def probabilities(rng: np.random.Generator, questions: int, kinds: int, lost: int, expected: bool) -> bool:
+    """Probabilities of the right choice, which two draws of the same noise change; the right answers are drawn from
+    them. A loss takes one question in fifty. Judged by the probabilities, or by the answers.
+    """
+    ease = rng.normal(1.0, 2.0, questions)
+    baseline, arm = 1 / (1 + np.exp(-ease - rng.normal(0, 0.25, (2, questions))))
+    arm = np.where(rng.random(questions) < 0.02 * lost, arm * (1 - 0.5 / _MEAN_PROBABILITY), arm)
+    if not expected:
+        drawn = rng.random(questions)
+        baseline, arm = 1.0 * (drawn < baseline), 1.0 * (drawn < arm)
+    return _kept(baseline, arm, kinds)
 
 
 def of_documents(rng: np.random.Generator, questions: int, kinds: int, lost: int, documents: int) -> bool:
@@ -75,6 +92,8 @@ CASES: dict[str, tuple[Kind, tuple[int, ...]]] = {
     "answers are only lost": (partial(counted, changed=0.01), (400, 750, 2000, 5000)),
     "partial credit, jitter 0.02": (partial(credit, jitter=0.02), (400, 750, 2000)),
     "partial credit, jitter 0.1": (partial(credit, jitter=0.1), (400, 750, 2000)),
+    "answers drawn from probabilities": (partial(probabilities, expected=False), (400, 750, 2000)),
+    "their probabilities": (partial(probabilities, expected=True), (400, 750, 2000)),
     "8 documents": (partial(of_documents, documents=8), (750, 2000)),
     "40 documents": (partial(of_documents, documents=40), (750, 2000)),
     "rises, normal": (partial(rises, deviation=0.0), (20, 48, 64)),
