@@ -10,7 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, inf, isfinite, log, nan
+from math import ceil, inf, isfinite, log, nan, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -69,6 +69,7 @@ class Increase:
     """Paired difference of a metric, arm minus baseline, with its 95 % interval over independent documents. The
     interval is unbounded with fewer than `MIN_EVIDENCE_TEXTS` documents. If an arm gives a text no probability, the
     difference and both ends of its interval are one infinity, however few the documents, and the arm loses.
+    ``standard_error`` is that of the difference over documents; None if the interval is unbounded or infinite.
     """
 
     unit: str
@@ -76,6 +77,7 @@ class Increase:
     difference: float
     low: float
     high: float
+    standard_error: float | None = None
 
     @property
     def interval(self) -> Interval:
@@ -145,8 +147,10 @@ def is_within(loss: Increase | None, max_loss: float) -> bool:
 def texts_needed(loss: Increase | None, max_loss: float, comparisons: int = 1) -> int | None:
     """Return the number of texts that would show, in four of five cases, that a rise of the loss is within its limit.
 
-    The increase and the spread of the texts are assumed to be the true ones; the interval then narrows with the root of
-    the number. The number is at least `MIN_TEXTS_IN_LIMIT`, and exactly that if the texts are too few for an interval.
+    The increase and the spread of the texts are assumed to be the true ones. With the number of texts ``n``, the part
+    of the interval that the standard error makes narrows as ``n**-0.5``, and what the added text makes as ``1 / n``;
+    without a standard error, all of it is of the first kind. The number is at least `MIN_TEXTS_IN_LIMIT`, and exactly
+    that if the texts are too few for an interval.
     None if no number is known to help: the increase is unknown, or is itself at or above the limit. ``comparisons`` is
     the number of arms or kinds of savings for which the interval is widened.
     """
@@ -158,9 +162,16 @@ def texts_needed(loss: Increase | None, max_loss: float, comparisons: int = 1) -
         return None
     if not isfinite(loss.high):
         return MIN_TEXTS_IN_LIMIT
-    spare = 1 + z_quantile(1 - POWER) / z_quantile(TAIL / comparisons)
-    needed = loss.documents * (spare * (loss.high - loss.difference) / (max_loss - loss.difference)) ** 2
-    return max(MIN_TEXTS_IN_LIMIT, ceil(needed))
+    half, quantile = loss.high - loss.difference, z_quantile(TAIL / comparisons)
+    sampled = half if loss.standard_error is None else min(half, quantile * loss.standard_error)
+    reach = (1 + z_quantile(1 - POWER) / quantile) * sampled
+    # reach * x + (half - sampled) * x**2 = the room below the limit, where x**2 is documents / n.
+    root = (
+        2
+        * (max_loss - loss.difference)
+        / (reach + sqrt(reach**2 + 4 * (half - sampled) * (max_loss - loss.difference)))
+    )
+    return max(MIN_TEXTS_IN_LIMIT, ceil(loss.documents / root**2))
 
 
 def rate_increase(
@@ -198,7 +209,7 @@ def rate_increase(
     (low,), (high,) = mean_ends(
         changes, *(ratio + REACH * (end - ratio) for end in (changes.min(), changes.max())), comparisons
     )
-    return Increase(rate.unit, count, ratio, float(low), float(high))
+    return Increase(rate.unit, count, ratio, float(low), float(high), float(changes.std(ddof=1)) / sqrt(count))
 
 
 def read_metrics(

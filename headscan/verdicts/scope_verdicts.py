@@ -176,11 +176,11 @@ def least_visible_loss(paired: PairedDifference, tasks: int) -> float:
     five cases. For example, one of 57 tasks, with 100 questions of which 2 were gained and 2 lost, shows losses of 20.2
     points and more; with 1,000 questions, 20 gained and 20 lost, it shows 4.9.
 
-    It is the smallest loss with ``loss - MARGIN - added >= (z(TAIL / tasks) + z(1 - POWER)) * 100 * sqrt((loss / 100 +
+    It is the smallest loss with ``loss - MARGIN >= (z(TAIL / tasks) + z(1 - POWER)) * 100 * sqrt((loss / 100 +
     changed - (loss / 100)**2) / texts)``. z(p) is the normal quantile with the probability p beyond it. The root has
     the variance of a text's difference, if its questions change together: the share of changed answers minus the
     squared loss. ``changed`` is the part of these answers without a net loss, twice the smaller one of the shares of
-    gained and lost answers. ``added`` is what one more text takes off, if it is gained whole, ``100 / texts``.
+    gained and lost answers.
     """
     texts = paired.texts
     changed = 2 * min(paired.gained, paired.lost) / paired.questions
@@ -191,8 +191,7 @@ def least_visible_loss(paired: PairedDifference, tasks: int) -> float:
         (
             loss
             for loss in losses
-            if loss - MARGIN - 100 / texts
-            >= reach * 100 * sqrt(max(0.0, loss / 100 + changed - (loss / 100) ** 2) / texts)
+            if loss - MARGIN >= reach * 100 * sqrt(max(0.0, loss / 100 + changed - (loss / 100) ** 2) / texts)
         ),
         100.0,
     )
