@@ -110,6 +110,7 @@ ANSWERS = Table(
         question INTEGER index of the question in its task, from 0
         recall
         doc_hash VARCHAR? hash of the question's text
+        document VARCHAR? name of the document that the question is made from; NULL if it is unknown
         target VARCHAR? right answer
         response VARCHAR? answer of the model
         correct DOUBLE? 1 for right, 0 for wrong, in between for partial credit; NULL for tasks without right
@@ -182,6 +183,7 @@ ARM_VERDICTS = Table(
             least 0.9, and failed is false); NULL in other rows
         texts INTEGER number of independent texts; recall questions share texts, and so do both forms of a question
         texts_differ INTEGER number of texts with an answer that differs
+        documents INTEGER? number of documents that the questions are made from; NULL if it is unknown
     """),
     (("arm_id", "task", "recall"),),
 )

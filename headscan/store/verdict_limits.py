@@ -57,6 +57,10 @@ QUESTIONS_PER_TEXT = 4
 #: of fewer ends too low: simulated, it does so in 10 % of cases with 8 texts, 7 % with 20, and 5 % with 64.
 MIN_TEXTS_IN_LIMIT = 20
 
+#: Minimum number of documents that questions are made from, so that documents are the unit that varies. A verdict on
+#: questions of fewer speaks of these documents only.
+MIN_DOCUMENTS = 20
+
 #: Maximum increase of the loss of held-out text of a safe arm, in nats per token, unless the user sets another.
 MAX_LOSS = 0.05
 

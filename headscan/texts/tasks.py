@@ -62,6 +62,7 @@ def answer_table(samples: dict[str, list[dict[str, Any]]], tasks: Mapping[str, A
                     "task": task,
                     "question": int(sample["doc_id"]),
                     "doc_hash": sample["doc_hash"],
+                    "document": sample["doc"].get("module") if isinstance(sample["doc"], Mapping) else None,
                     "target": str(sample["target"]),
                     "response": str(choices.index(max(choices))) if choices else str(sample["filtered_resps"][0]),
                     "correct": None if metric is None else float(sample[metric]),

@@ -89,6 +89,7 @@ class AnswerSheets:
         tasks: (questions,) number of each question's task; a task and its cloze form share one number.
         texts: (questions,) number of each question's text within its task; several recall questions share a text, and
             so do the two forms of a question.
+        documents: (questions,) number of the document that each question is made from; -1 if it is unknown.
         chance: (questions,) accuracy of guessing, 0 to 1; NaN if it is unknown.
         correct: (questions,) 0 to 1, by arm id.
         expected: (questions,) the same where the stored scores of the choices decide the answer: the probability of the
@@ -103,6 +104,7 @@ class AnswerSheets:
     correct: Mapping[str, np.ndarray]
     scopes: Mapping[Scope, np.ndarray]
     expected: Mapping[str, np.ndarray] = field(default_factory=dict)
+    documents: np.ndarray | None = None
     _scope_questions: dict[Scope, _ScopeQuestions] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def answers(self, scope: Scope, arm_id: str) -> np.ndarray:
@@ -136,6 +138,7 @@ class AnswerSheets:
             chance=self.chance[kept],
             correct={arm_id: correct[kept] for arm_id, correct in self.correct.items()},
             expected={arm_id: expected[kept] for arm_id, expected in self.expected.items()},
+            documents=None if self.documents is None else self.documents[kept],
             scopes={scope: in_scope[kept] for scope, in_scope in self.scopes.items() if in_scope[kept].any()},
         )
 
@@ -158,14 +161,17 @@ class _ScopeQuestions:
         unknown = np.isnan(chances)
         chance = None if unknown.all() else 100 * float(np.where(unknown, 0, chances).mean())
         texts = tasks * (1 + sheets.texts.max()) + texts_in_task
-        return cls(indices, texts, QuestionClusters(len(indices), tasks, texts_in_task), chance)
+        documents = None if sheets.documents is None else sheets.documents[indices]
+        if documents is not None and (documents < 0).any():
+            documents = None
+        return cls(indices, texts, QuestionClusters(len(indices), tasks, texts_in_task, documents), chance)
 
 
 def read_answers(store: Store, baseline: ArmRecord, others: Sequence[ArmRecord]) -> AnswerSheets:
     """Return the answers of a baseline and of other arms."""
     table = store.query(
         f"WITH scored AS ({_SCORED_TASKS})"
-        " SELECT arm_id, task, question, recall, doc_hash, correct,"
+        " SELECT arm_id, task, question, recall, doc_hash, document, correct,"
         " CASE WHEN task IN (FROM scored) THEN"
         " 1 / list_sum(list_transform(log_likelihoods, lambda x: exp(x - log_likelihoods[target::INT + 1]))) END"
         " AS expected FROM answers"
@@ -191,7 +197,16 @@ def read_answers(store: Store, baseline: ArmRecord, others: Sequence[ArmRecord])
         correct={arm_id: sheet["correct"].to_numpy() for arm_id, sheet in sheets.items()},
         scopes=scopes,
         expected=expected,
+        documents=_document_numbers(baseline_sheet["document"]),
     )
+
+
+def _document_numbers(names: pa.ChunkedArray) -> np.ndarray | None:
+    """Return the number of each question's document, -1 where it is unknown; None if all are."""
+    if names.null_count == len(names):
+        return None
+    known = names.is_valid().to_numpy()
+    return np.where(known, np.unique(names.fill_null("").to_numpy(), return_inverse=True)[1], -1)
 
 
 #: Tasks of the benchmark whose answers are the choices with the highest stored scores, in every answer of the baseline.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from headscan.errors import VerdictError
 from headscan.store.records import ArmKind, ArmRecord
 from headscan.store.tables import ACCURACY, BITS_PER_BYTE, LOSS
-from headscan.store.verdict_limits import MARGIN, MAX_LOSS, MIN_RETAINED, points_words
+from headscan.store.verdict_limits import MARGIN, MAX_LOSS, MIN_DOCUMENTS, MIN_RETAINED, points_words
 from headscan.verdicts.controls import Controls, PrunedControls, loss_increase
 from headscan.verdicts.metrics import (
     RATES,
@@ -195,7 +195,8 @@ class ArmVerdict:
 
     @property
     def label(self) -> str:
-        """The verdict as a table shows it: "safe, recall unknown" names what of recall is unknown; "too few questions"
+        """The verdict as a table shows it: "safe, recall unknown" names what of recall is unknown, "safe on these
+        4 documents" how few documents the questions are made from; "too few questions"
         and "too few texts" are not shown, but would be by a known number of questions, or of texts and questions;
         "probably loses" is not shown, and if the estimate is true, such a number would hardly help.
         """
@@ -205,7 +206,16 @@ class ArmVerdict:
         if self.outcome is Outcome.NOT_SHOWN and all(gap.needed is not None for gap in gaps):
             return TOO_FEW_TEXTS if any(gap.aspect is Aspect.TEXT for gap in gaps) else TOO_FEW_QUESTIONS
         unknown = self.unjudged_recall if self.is_safe else ""
-        return f"{self.outcome}, {unknown} unknown" if unknown else str(self.outcome)
+        outcome = f"{self.outcome}{self.of_documents}" if self.is_safe else str(self.outcome)
+        return f"{outcome}, {unknown} unknown" if unknown else outcome
+
+    @property
+    def of_documents(self) -> str:
+        """Words that name the documents if the questions are of so few that a verdict speaks of these alone."""
+        count = self.paired.documents
+        if count is None or count >= MIN_DOCUMENTS:
+            return ""
+        return f" on {'this document' if count == 1 else f'these {count} documents'}"
 
     @property
     def _probably_loses(self) -> bool:
@@ -536,7 +546,7 @@ def _conclusion(verdict: ArmVerdict) -> str:
         return f"not shown to be safe: {' and '.join(_gap_clause(verdict, gap.aspect) for gap in decision.gaps)}"
     finding = f": the heads are {FINDINGS[verdict.arm.replacement]}" if verdict.arm.replacement else ""
     unknown = f"; {verdict.unjudged_recall} is unknown" if verdict.unjudged_recall else ""
-    return f"safe within {points_words(verdict.max_points)}{finding}{unknown}"
+    return f"safe within {points_words(verdict.max_points)}{verdict.of_documents}{finding}{unknown}"
 
 
 def _questions_words(verdict: ArmVerdict) -> str:

@@ -21,13 +21,14 @@ from headscan.errors import VerdictError
 from headscan.store.verdict_limits import (
     MARGIN,
     MIN_ABOVE_CHANCE,
+    MIN_DOCUMENTS,
     MIN_EVIDENCE_TEXTS,
     POWER,
     TAIL,
     identical_questions,
     z_quantile,
 )
-from headscan.verdicts.bounds import end_for, mean_ends
+from headscan.verdicts.bounds import LEVELS, end_for, mean_ends
 
 #: Shares are clipped to these limits in percent, because a model near chance would make them unbounded.
 _MIN_SHARE, _MAX_SHARE = -100.0, 200.0
@@ -137,6 +138,7 @@ class PairedDifference:
         p_value: Two-sided p-value of McNemar's exact test on texts: one is gained or lost by the sum of its questions'
             differences, because these are correlated.
         texts_differ: Number of texts with an answer that differs.
+        documents: Number of documents that the questions are made from; None if it is unknown.
         retained: Retained ability in a family of recall tasks; None elsewhere.
         chance: Accuracy of guessing in percent; None if it is unknown, as for generated answers.
     """
@@ -155,6 +157,7 @@ class PairedDifference:
     lost: int
     p_value: float
     texts_differ: int
+    documents: int | None = None
     retained: Interval | None = None
     chance: float | None = None
 
@@ -227,6 +230,14 @@ def shows_loss(high: float, clusters: int, max_points: float = MARGIN) -> bool:
     return high < -max_points and clusters >= MIN_EVIDENCE_TEXTS
 
 
+@lru_cache(maxsize=1 << 12)
+def t_quantile(tail: float, freedom: int) -> float:
+    """Return the quantile of Student's t with the probability ``tail`` beyond it."""
+    from scipy.special import stdtrit  # takes a tenth of a second to import, and not every verb needs it
+
+    return float(stdtrit(freedom, 1 - tail))
+
+
 def wilson_low(right: int, questions: int) -> float:
     """Return the lower end of Wilson's 95 % interval of ``right / questions``, 0 to 1."""
     share = right / questions
@@ -242,14 +253,21 @@ class QuestionClusters:
         strata: (questions,) task of each question; None treats all as one task.
         clusters: (questions,) number of each question's cluster within its task, such as its text, whose questions are
             correlated. None makes each question a cluster.
+        documents: (questions,) number of the document that each question is made from; None if they are unknown.
 
     Attributes:
         cluster: (questions,) index of the cluster of each question.
         sizes: (clusters,) number of questions of each cluster.
     """
 
-    def __init__(self, count: int, strata: np.ndarray | None = None, clusters: np.ndarray | None = None) -> None:
-        for grouping in (strata, clusters):
+    def __init__(
+        self,
+        count: int,
+        strata: np.ndarray | None = None,
+        clusters: np.ndarray | None = None,
+        documents: np.ndarray | None = None,
+    ) -> None:
+        for grouping in (strata, clusters, documents):
             if grouping is not None and len(grouping) != count:
                 raise VerdictError(
                     f"cannot pair {count} answers with the tasks or texts of {len(grouping)} questions. Name one for"
@@ -263,6 +281,7 @@ class QuestionClusters:
             numbers = np.unique(clusters, return_inverse=True)[1]
             self.cluster = np.unique(stratum * count + numbers, return_inverse=True)[1]
         self.sizes = np.bincount(self.cluster)
+        self.documents = None if documents is None else QuestionClusters(count, clusters=documents)
 
     def linearised(self, delta: np.ndarray) -> np.ndarray:
         """Return one number per cluster (clusters,) whose mean and spread are those of the mean of ``delta``
@@ -295,7 +314,8 @@ def paired_difference(
     baseline_correct: np.ndarray, arm_correct: np.ndarray, clusters: QuestionClusters
 ) -> PairedDifference:
     """Return the paired difference of two arms, (questions,) of 0 to 1 in the same order. Many arms share one
-    ``clusters``.
+    ``clusters``. Of questions that are made from at least `MIN_DOCUMENTS` documents, Student's t over documents counts
+    where it is wider: documents that differ in what they lose are fewer than their questions.
 
     Of 400 questions, a baseline answers 300 right, and an arm loses 8 of these and gains 2 others. The difference is
     ``100 * (2 - 8) / 400 = -1.5`` points. Its standard error is ``100 * sqrt((10 / 400 - 0.015**2) / 399) = 0.79``
@@ -313,6 +333,13 @@ def paired_difference(
     difference, largest = float(delta.mean()), clusters.sizes.max() / clusters.sizes.mean()
     # The added text is as large as the largest, and it is lost or gained whole.
     lows, highs = mean_ends(changes, *(difference + largest * (end - difference) for end in (-1.0, 1.0)))
+    error = clusters.standard_error(delta)
+    documents = None if clusters.documents is None else len(clusters.documents.sizes)
+    if clusters.documents is not None and documents is not None and documents >= MIN_DOCUMENTS:
+        of_documents = clusters.documents.standard_error(delta)
+        error = max(error, of_documents)
+        halves = of_documents * np.array([t_quantile(TAIL / level, documents - 1) for level in LEVELS])
+        lows, highs = np.minimum(lows, difference - halves), np.maximum(highs, difference + halves)
     lows, highs = (100 * ends.clip(-1, 1) for ends in (lows, highs))
     # Sums of partial credit that cancel leave a rounding error.
     cluster_changes = np.bincount(clusters.cluster, delta).round(12)
@@ -326,9 +353,10 @@ def paired_difference(
         high=float(highs[0]),
         lows=tuple(lows.tolist()),
         highs=tuple(highs.tolist()),
-        standard_error=min(100.0, 100 * clusters.standard_error(delta)),
+        standard_error=min(100.0, 100 * error),
         gained=int((delta > 0).sum()),
         lost=int((delta < 0).sum()),
         p_value=_mcnemar(int((cluster_changes > 0).sum()), int((cluster_changes < 0).sum())),
         texts_differ=int(np.count_nonzero(np.bincount(clusters.cluster, delta != 0))),
+        documents=documents,
     )

@@ -11,6 +11,7 @@ import numpy as np
 
 from headscan.store.tables import LOSS
 from headscan.store.verdict_limits import MIN_EVIDENCE_TEXTS, TAIL
+from headscan.verdicts.paired import t_quantile
 
 #: Resamples of losses.
 _RESAMPLES = 4000
@@ -20,14 +21,6 @@ _COUNTED = 10
 _ROUNDING = 1e-9
 #: Most units that are resampled; of more documents, groups are the units.
 _MAX_UNITS = 1000
-
-
-@lru_cache(maxsize=1 << 12)
-def t_quantile(tail: float, freedom: int) -> float:
-    """Return the quantile of Student's t with the probability ``tail`` beyond it."""
-    from scipy.special import stdtrit  # takes a tenth of a second to import, and not every verb needs it
-
-    return float(stdtrit(freedom, 1 - tail))
 
 
 class RatioEstimate(NamedTuple):

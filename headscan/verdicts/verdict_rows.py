@@ -114,7 +114,7 @@ _ENDS = ("lows", "highs")
 #: Columns that hold shares, and their fields of `PairedDifference.retained` in percent.
 _RETAINED_SHARES = {"retained": "value", "retained_low": "low", "retained_high": "high"}
 #: Columns with the numbers of the fields of the same name.
-_EQUAL_COLUMNS = ("questions", "gained", "lost", "p_value", "texts", "texts_differ")
+_EQUAL_COLUMNS = ("questions", "gained", "lost", "p_value", "texts", "texts_differ", "documents")
 
 
 def _verdict_row(arm: ArmRecord, scope: Scope, paired: PairedDifference) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from headscan.store.tables import LOSS
 from headscan.store.verdict_limits import MAX_LOSS
 from headscan.verdicts.answer_sheets import BENCHMARK
 from headscan.verdicts.metrics import RATES, is_within, rate_increase
+from headscan.verdicts.paired import QuestionClusters, paired_difference
 from headscan.verdicts.scope_verdicts import widened_differences
-from tests.numbers.conftest import compare
 
 #: Draws whether a kind is shown to be safe: ``(rng, size, kinds, lost)``, where ``lost`` is the part of the limit, 0 or
 #: 1, that the kind loses. Kinds are independent.
@@ -29,8 +29,9 @@ Kind = Callable[[np.random.Generator, int, int, int], bool]
 _MEAN_PROBABILITY = float((1 / (1 + np.exp(-np.random.default_rng(0).normal(1.0, (4 + 1 / 16) ** 0.5, 10**6)))).mean())
 
 
-def _kept(baseline: np.ndarray, arm: np.ndarray, kinds: int, texts: np.ndarray | None = None) -> bool:
-    paired = widened_differences({BENCHMARK: compare(baseline, arm, texts=texts)}, kinds, kinds)[BENCHMARK]
+def _kept(baseline: np.ndarray, arm: np.ndarray, kinds: int, documents: np.ndarray | None = None) -> bool:
+    paired = paired_difference(baseline, arm, QuestionClusters(len(arm), documents=documents))
+    paired = widened_differences({BENCHMARK: paired}, kinds, kinds)[BENCHMARK]
     return paired.low > -1
 
 
@@ -64,12 +65,12 @@ def probabilities(rng: np.random.Generator, questions: int, kinds: int, lost: in
 
 
 def of_documents(rng: np.random.Generator, questions: int, kinds: int, lost: int, documents: int) -> bool:
-    """Answers on few documents, which lose different shares of their answers; each question counts alone."""
+    """Answers on few documents, which lose different shares of their answers."""
     loses = np.clip(0.01 * lost + rng.normal(0, 0.02, documents), -0.045, 0.045)[np.arange(questions) % documents]
     draw = rng.random(questions)
     delta = np.where(draw < 0.025 + loses / 2, -1, np.where(draw < 0.05, 1, 0))
     baseline = np.where(delta, delta < 0, rng.random(questions) < 0.6).astype(float)
-    return _kept(baseline, baseline + delta, kinds)
+    return _kept(baseline, baseline + delta, kinds, np.arange(questions) % documents)
 
 
 def rises(rng: np.random.Generator, texts: int, kinds: int, lost: int, deviation: float) -> bool:
