@@ -19,7 +19,7 @@ _DISTANCES = np.logspace(-7, 4, 80)[:, None]
 #: Numbers of comparisons for which ends are computed; those of other numbers are interpolated, and of more than the
 #: last the last is used. In terms of normal quantiles an end is a straight line or bends outwards, so that what is
 #: interpolated is too wide rather than too narrow.
-LEVELS = (1, 3, 10, 100, 10_000)
+LEVELS = (1, 2, 3, 5, 10, 20, 100, 10_000)
 _QUANTILES = [-z_quantile(TAIL / level) for level in LEVELS]
 
 

@@ -9,6 +9,7 @@ from scipy.stats import binom, binomtest
 from headscan.catalog import recall_family
 from headscan.store.records import ArmKind, ArmRecord
 from headscan.verdicts.arm_verdict import ArmVerdict
+from headscan.verdicts.bounds import LEVELS
 from headscan.verdicts.paired import Interval, PairedDifference, retained_share, wilson_low
 from headscan.verdicts.scope_verdicts import RecallVerdict, least_questions, recall_needed, solves
 from tests.numbers.conftest import compare
@@ -34,8 +35,8 @@ def _verdict(
         lost=0,
         p_value=1.0,
         texts_differ=0,
-        lows=(-10.0,) * 5,
-        highs=(high,) * 5,
+        lows=(-10.0,) * len(LEVELS),
+        highs=(high,) * len(LEVELS),
         standard_error=1.0,
         retained=Interval(retained[0], 97.6, retained[1]),
     )
