@@ -173,7 +173,7 @@ def task_verdicts(differences: Mapping[Scope, PairedDifference], max_points: flo
 
 def least_visible_loss(paired: PairedDifference, tasks: int) -> float:
     """Return the smallest loss in points, at most 100, that the interval of one of ``tasks`` tasks shows in four of
-    five cases. For example, one of 57 tasks, with 100 questions of which 2 were gained and 2 lost, shows losses of 20.2
+    five cases. For example, one of 57 tasks, with 100 questions of which 2 were gained and 2 lost, shows losses of 19.6
     points and more; with 1,000 questions, 20 gained and 20 lost, it shows 4.9.
 
     It is the smallest loss with ``loss - MARGIN >= (z(TAIL / tasks) + z(1 - POWER)) * 100 * sqrt((loss / 100 +
@@ -205,8 +205,8 @@ def widened_differences(
     ``comparisons`` arms are judged on the benchmark and ``recall_comparisons`` on recall. An interval of 95 % misses
     the true value in 5 % of cases. Widened for three arms it misses in 5 % / 3, so at least one of the three misses in
     at most 5 %. In recall both intervals are widened, that of the points and that of the share of the ability that is
-    left. The difference of -1.5 points in the example of `paired_difference` has the interval -3.46 to 0.06 for one
-    arm, and -4.05 to 0.53 for three. Intervals of single tasks are widened for the number of tasks instead.
+    left. The difference of -1.5 points in the example of `paired_difference` has the interval -3.51 to 0.30 for one
+    arm, and -3.99 to 0.67 for three. Intervals of single tasks are widened for the number of tasks instead.
     """
     widened = dict(differences)
     for scope, paired in differences.items():

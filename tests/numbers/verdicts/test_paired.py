@@ -87,11 +87,8 @@ def test_texts_of_two_tasks_are_two_texts_and_may_differ_in_size() -> None:
     # Of each task one text, whatever its number; texts of 3 and 4 questions, which lose 50 and 25.
     alone = compare(baseline, arm, np.repeat(["a", "b"], [3, 4]), np.zeros(7, int))
     two = compare(baseline, arm, texts=np.repeat([5, 9], [3, 4]))
-    assert alone == two and (alone.texts, alone.low, alone.high) == (
-        2,
-        pytest.approx(-97.9, abs=0.1),
-        pytest.approx(54, abs=2),
-    )
+    assert alone == two and alone.texts == 2
+    assert (alone.low, alone.high) == pytest.approx((-97.9, 95.3), abs=0.1)
     one_each = compare(baseline, arm, texts=np.arange(7))
     assert one_each == compare(baseline, arm)
 
@@ -264,7 +261,8 @@ def test_partial_credit_lost_on_few_questions_makes_no_interval_narrower() -> No
     # Small changes of most answers leave what a rare loss shows.
     jitter = 0.01 * np.tile([-1, 1], 200)
     lost = np.where(np.arange(400) < 3, 0.0, right)
-    assert compare(right - 0.01, (lost - 0.01 + jitter).clip(0)).low < compare(right, lost).low < -2
+    mixed = compare(right - 0.01, (lost - 0.01 + jitter).clip(0))
+    assert mixed.low == pytest.approx(compare(right, lost).low, abs=0.05) and mixed.low < -2
 
 
 @pytest.mark.parametrize(("count", "credit"), [(381, 0.97), (381, 0.5), (1000, 0.5), (2000, 0.9)])
