@@ -8,9 +8,9 @@ from typing import Annotated
 from headscan.catalog import SCORES, STATISTICS
 from headscan.cli.verb_base import StoreVerb, say_run
 from headscan.options import Option
-from headscan.settings.evaluation_settings import MaxLoss
+from headscan.settings.evaluation_settings import MaxLoss, MaxPoints
 from headscan.steps.sweep import Confirm
-from headscan.store.verdict_limits import MAX_LOSS
+from headscan.store.verdict_limits import MARGIN, MAX_LOSS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,7 @@ class Report(StoreVerb):
     ] = None
     confirm: Confirm = True
     max_loss: MaxLoss = MAX_LOSS
+    max_points: MaxPoints = MARGIN
     out: Annotated[str, Option("output file")] = "report.html"
 
     def run(self) -> None:
@@ -79,5 +80,6 @@ class Report(StoreVerb):
                 scores=self.scores,
                 confirm=self.confirm,
                 max_loss=self.max_loss,
+                max_points=self.max_points,
             )
         print(path)

@@ -85,7 +85,8 @@ def _explanation(curves: Sequence[Curve]) -> str:
         f"The curves use all {questions:,} questions and are not corrected for comparing {len(curves)} of them."
         " Within one point: the share of heads at which the curve last falls one point below the baseline (arXiv"
         " 2504.03889). Safe: the largest tested share that is safe together with every smaller one; a share is safe if"
-        f" the lower end of the interval is above -{MARGIN:g} point and no recall is lost (crosses mark lost recall)."
+        " the lower end of the interval (of the expected accuracy, if answers are choices) is above"
+        f" -{MARGIN:g} point and no recall is lost (crosses mark lost recall)."
         f" It requires {MIN_SAFE_TEXTS} questions, of which the model answers {MIN_ABOVE_CHANCE:g} % correctly. “≥”: no"
         " larger share was tested. Accuracy up to a share is the mean under the curve; at least half of the curves"
         " reach that share. Shares are measured shares of ablated heads, which differ from the quantile of a rule."
@@ -136,10 +137,11 @@ _MOST_UNFOLDED = 20
 
 #: Definition of the difference in every figure and table of the section.
 _DIFFERENCE = (
-    "difference to the baseline on the same questions with its 95 % interval (bootstrap within tasks; if few answers"
-    " differ, the wider one of bootstrap and score test), and McNemar's exact test. The dashed line is one point below"
-    " the baseline. An arm is safe within one point if its whole interval lies above that line, no single task"
-    " loses more than one point (with intervals widened for the number of tasks)"
+    "difference to the baseline on the same questions with its 95 % interval (Gaffke's bound over independent texts),"
+    " and McNemar's exact test. The dashed line is one point below the baseline. Answers among choices are judged by"
+    " the expected accuracy, the mean probability of the right choice, others by the count. An arm is safe if the whole"
+    " interval of that lies above the limit (one point by default), the count shows no larger loss, and no single task"
+    " loses more (with intervals widened for the number of tasks)"
 )
 
 #: Above the verdicts on all arms of a sweep.
@@ -226,6 +228,8 @@ def _arm_table(verdict: Verdict) -> list[str]:
         "95 % interval": lambda arm: f"{arm.paired.low:+.2f} to {arm.paired.high:+.2f}",
         "p": lambda arm: f"{arm.paired.p_value:.3g}",
     }
+    if any(arm.expected is not None for arm in verdict.arms):
+        cells["expected"] = lambda arm: "–" if arm.expected is None else arm.expected.interval.words()
     if several:
         cells["worst task"] = lambda arm: arm.tasks[0].points() if arm.tasks else "–"
     cells |= {f"{family} left": partial(recall_share, family) for family in families}

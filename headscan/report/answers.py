@@ -24,6 +24,7 @@ from headscan.store.records import ArmKind
 from headscan.store.scan_tables import INACTIVE_QUANTILE, MOSTLY
 from headscan.store.store import Store
 from headscan.store.tables import LOSS
+from headscan.store.verdict_limits import points_words
 from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.confirmation import SweepChoice
 from headscan.verdicts.judge import Verdict
@@ -153,7 +154,7 @@ def cache_answer(
     if not arms:
         return _unjudged(plan, hint, commands)
     safe = [arm for arm in arms if arm.is_safe]
-    best = min(safe, key=lambda arm: left[arm.name]) if safe else max(arms, key=lambda arm: arm.paired.low)
+    best = min(safe, key=lambda arm: left[arm.name]) if safe else max(arms, key=lambda arm: arm.judging.low)
     saved, at = f"{1 - left[best.name]:.1%}", f" at {tokens:,} tokens" if tokens else ""
     cost = _cost(best, f"{saved} of the cache less{at} changes")
     how = _how((), len(arms))
@@ -181,11 +182,12 @@ def _not_shown(best: ArmVerdict, what: str) -> tuple[str, str]:
         needed = about(best.questions_needed)
         return (
             "Too few questions",
-            f"{best.paired.questions:,} questions cannot show it: about {needed} are needed to exclude a loss of one"
-            " point, if there is none.",
+            f"{best.paired.questions:,} questions cannot show it: about {needed} are needed to exclude a loss of"
+            f" {points_words(best.max_points)}, if there is none.",
         )
     kept = "recall" if best.value(LOSS) is None else "recall and the loss of text"
-    return "None shown", f"No tested {what} is shown to cost at most one point and to keep {kept}. Closest:"
+    limit = points_words(best.max_points)
+    return "None shown", f"No tested {what} is shown to cost at most {limit} and to keep {kept}. Closest:"
 
 
 def _unjudged(plan: HeadPlan | None, hint: CacheHint, commands: Commands) -> ReportAnswer:
@@ -413,8 +415,8 @@ def _best(arms: Sequence[ArmVerdict]) -> ArmVerdict:
     """Return the safe arm with the largest share; if none is safe, the one with the best lower end."""
     safe = [arm for arm in arms if arm.is_safe]
     if safe:
-        return max(safe, key=lambda each: (each.arm.ablated_share or 0.0, each.paired.low))
-    return max(arms, key=lambda arm: arm.paired.low)
+        return max(safe, key=lambda each: (each.arm.ablated_share or 0.0, each.judging.low))
+    return max(arms, key=lambda arm: arm.judging.low)
 
 
 def _of_heads(question: str, best: ArmVerdict, done: str, how: str, link: str, command: str) -> ReportAnswer:

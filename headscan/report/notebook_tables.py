@@ -18,7 +18,7 @@ from headscan.errors import HeadscanError, StoreError, StoreMissingError, check_
 from headscan.store.parquet_store import ParquetStore, store_at
 from headscan.store.records import RunKind
 from headscan.store.store import Store
-from headscan.store.verdict_limits import MAX_LOSS
+from headscan.store.verdict_limits import MARGIN, MAX_LOSS
 from headscan.text_tables import html_table
 
 if TYPE_CHECKING:
@@ -85,15 +85,17 @@ class StoreTables:
         """
         return self._of_run("all_arm_comparison", "evaluate", run, "arm, task")
 
-    def verdict(self, run: str | None = None, *, max_loss: float = MAX_LOSS) -> Verdict:
+    def verdict(self, run: str | None = None, *, max_loss: float = MAX_LOSS, max_points: float = MARGIN) -> Verdict:
         """Judge the finished arms of an evaluation.
 
         Args:
             max_loss: Limit of the loss of text, in nats per token.
+            max_points: Limit of the loss of accuracy, in percentage points.
         """
         from headscan.verdicts.judge import judge  # slow to import, and tables do without it
 
-        return judge(self._store, self._store.resolve_run(run, "evaluate")["run_id"], max_loss=max_loss)
+        run_id = self._store.resolve_run(run, "evaluate")["run_id"]
+        return judge(self._store, run_id, max_loss=max_loss, max_points=max_points)
 
     def plans(self, run: str | None = None) -> duckdb.DuckDBPyRelation:
         """Return the KV-cache plans of an evaluation with their verdicts: one row per plan, mode and task.

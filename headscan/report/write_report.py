@@ -36,7 +36,7 @@ from headscan.report.sections import (
 from headscan.store.output_files import write_text
 from headscan.store.provenance import same_model
 from headscan.store.store import Store
-from headscan.store.verdict_limits import MAX_LOSS
+from headscan.store.verdict_limits import MARGIN, MAX_LOSS
 from headscan.store.views import SUMMARISED
 from headscan.verdicts.confirmation import SweepChoice, judge_sweep
 from headscan.verdicts.curves import is_sweep, read_curves
@@ -75,6 +75,7 @@ def write_report(
     scores: Sequence[str] = (),
     confirm: bool = True,
     max_loss: float = MAX_LOSS,
+    max_points: float = MARGIN,
     losses: Mapping[str, Increase] | None = None,
     comparisons: int = 1,
     answers: Sequence[ReportAnswer] = (),
@@ -85,8 +86,8 @@ def write_report(
     evaluation and the comparison. The evaluation and ``plan`` are of the scan's model; None leaves out the plan.
     Commands in the report name ``plan_file``; None leaves a placeholder. The map shows the first measured one of
     ``scores`` (scores and statistics) first; all measured ones can be selected. ``confirm`` judges the best arms of a
-    sweep on the questions that did not select them. `judge` explains ``max_loss``, ``losses`` and ``comparisons``.
-    ``answers``, those of a study, stand instead of what the page itself makes of the evaluation.
+    sweep on the questions that did not select them. `judge` explains ``max_loss``, ``max_points``, ``losses`` and
+    ``comparisons``. ``answers``, those of a study, stand instead of what the page itself makes of the evaluation.
     """
     for name in scores:
         if name not in SUMMARISED:
@@ -105,7 +106,14 @@ def write_report(
     verdict = (
         None
         if evaluation is None
-        else judge(store, evaluation["run_id"], max_loss=max_loss, loss_increases=losses, comparisons=comparisons)
+        else judge(
+            store,
+            evaluation["run_id"],
+            max_loss=max_loss,
+            max_points=max_points,
+            loss_increases=losses,
+            comparisons=comparisons,
+        )
     )
     data = read_head_data(
         store, run, evaluation_id=None if evaluation is None else evaluation["run_id"], plan=plan, compared=compared

@@ -230,6 +230,10 @@ MaxLoss = Annotated[
         most=LOSS_LIMITS.most,
     ),
 ]
+#: Option of every verb that judges arms by a limit of accuracy that the user sets.
+MaxPoints = Annotated[
+    float, Option("largest loss of accuracy of a safe arm, in percentage points", metavar="POINTS", above=0, below=100)
+]
 #: Option of every verb that ablates heads.
 ReplacementOption = Annotated[
     ReplacementKind,

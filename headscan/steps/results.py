@@ -14,6 +14,7 @@ from headscan.text_tables import plain, printable, say, show
 if TYPE_CHECKING:
     from headscan.verdicts.arm_verdict import ArmVerdict
     from headscan.verdicts.curves import Curve
+    from headscan.verdicts.paired import PairedDifference
 
 #: Option of every verb that prints rows.
 Json = Annotated[
@@ -72,11 +73,16 @@ def arm_row(verdict: ArmVerdict) -> dict[str, Any]:
         "outcome": verdict.outcome if is_judged else None,
         "label": verdict.label if is_judged else None,
         "why": verdict.why if is_judged else None,
-        "accuracy": None
-        if accuracy is None
-        else {name: value for name, value in asdict(accuracy).items() if name != "retained"},
+        "accuracy": _numbers(accuracy, without=("retained",)),
+        "expected": _numbers(verdict.expected, without=("retained",)),
         "recall": [
-            {**asdict(family), "failed": family.failed, "kept": family.kept, "informative": family.informative}
+            {
+                **asdict(family),
+                "paired": _numbers(family.paired),
+                "failed": family.failed,
+                "kept": family.kept,
+                "informative": family.informative,
+            }
             for family in verdict.recall
         ],
         "recall_unknown": verdict.recall_unknown or None,
@@ -85,6 +91,13 @@ def arm_row(verdict: ArmVerdict) -> dict[str, Any]:
         "cache_left": verdict.arm.cache_left,
         "verdict": verdict.sentence(),
     }
+
+
+def _numbers(paired: PairedDifference | None, without: Sequence[str] = ()) -> dict[str, Any] | None:
+    """Return a comparison without the ends for other numbers of comparisons."""
+    if paired is None:
+        return None
+    return {name: value for name, value in asdict(paired).items() if name not in ("lows", "highs", *without)}
 
 
 def curve_row(curve: Curve) -> dict[str, Any]:

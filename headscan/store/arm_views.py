@@ -7,7 +7,16 @@
 from __future__ import annotations
 
 from headscan.store.scan_tables import View, literal
-from headscan.store.tables import ALL_TASKS, ARM_VERDICTS, ARMS, CONFIRMATION, PART, SELECTION, SPLIT_VERDICTS
+from headscan.store.tables import (
+    ALL_TASKS,
+    ARM_VERDICTS,
+    ARMS,
+    CONFIRMATION,
+    EXPECTED_TASKS,
+    PART,
+    SELECTION,
+    SPLIT_VERDICTS,
+)
 from headscan.store.verdict_limits import (
     BENCHMARK_SPLITS,
     MARGIN,
@@ -49,6 +58,8 @@ _SWEEP_POINTS = f"""
             SELECT * REPLACE (CASE WHEN kind IN ('mask', 'rule') THEN selection END AS selection)
             FROM all_arm_comparison
         ) JOIN failures USING (arm_id)
+        LEFT JOIN (SELECT arm_id, low AS expected_low FROM arm_verdicts WHERE task = {literal(EXPECTED_TASKS)})
+        USING (arm_id)
         WHERE task = {literal(ALL_TASKS)} AND share IS NOT NULL AND ablated_share IS NOT NULL
     ),
     measured AS (
@@ -59,7 +70,7 @@ _SWEEP_POINTS = f"""
             min(texts) AS texts, coalesce(bool_or(recall_lost), false) AS recall_lost,
             CASE WHEN min(texts) >= {MIN_SAFE_TEXTS} AND avg(baseline) >= {MIN_ABOVE_CHANCE / 100}
                 AND bool_and(informative)
-                THEN avg(low) > {-MARGIN / 100} AND bool_and(everything_kept) END AS safe
+                THEN avg(coalesce(expected_low, low)) > {-MARGIN / 100} AND bool_and(everything_kept) END AS safe
         FROM chosen GROUP BY run_id, kind, criterion, selection, share, CASE WHEN seed IS NULL THEN arm_id END
     )
     FROM measured
@@ -180,8 +191,9 @@ ARM_VIEWS: dict[str, View] = {
             "questions": _VERDICT["questions"],
             "texts": "number of independent texts; both forms of a question share a text",
             "recall_lost": "true if an arm fails a family of recall tasks that the baseline solves",
-            "safe": f"true if low is above -{MARGIN:g} point, the arms have no failed row in arm_verdicts, and they"
-            f" keep the recall of the baseline; NULL with fewer than {MIN_SAFE_TEXTS} texts, or if the baseline is"
+            "safe": f"true if low, which is that of {EXPECTED_TASKS} in arm_verdicts if there is one, is above"
+            f" -{MARGIN:g} point, the arms have no failed row in arm_verdicts, and they keep the recall of"
+            f" the baseline; NULL with fewer than {MIN_SAFE_TEXTS} texts, or if the baseline is"
             f" not shown to be above chance or is less than {MIN_ABOVE_CHANCE:g} points above it; the loss of text is"
             " not counted",
         },

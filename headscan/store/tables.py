@@ -26,6 +26,9 @@ from headscan.store.scan_tables import (
 
 #: The ``task`` of rows about the whole benchmark, which excludes recall tasks.
 ALL_TASKS = "(all)"
+#: The ``task`` of rows about the same questions, where an answer among choices counts by the probability of the right
+#: one.
+EXPECTED_TASKS = "(expected)"
 
 #: The parts of a sweep's questions: one selects the best arm, the other judges it.
 SELECTION, CONFIRMATION = "selection", "confirmation"
@@ -92,6 +95,7 @@ ANSWERS = Table(
         question INTEGER index of the question in its task, from 0
         recall
         doc_hash VARCHAR? hash of the question's text
+        document VARCHAR? name of the document that the question is made from; NULL if it is unknown
         target VARCHAR? right answer
         response VARCHAR? answer of the model
         correct DOUBLE? 1 for right, 0 for wrong, in between for partial credit; NULL for tasks without right
@@ -125,15 +129,20 @@ ARM_VERDICTS = Table(
     columns(f"""
         arm_id
         task VARCHAR name of the task, of the requested group of tasks, or of the family of recall tasks;
-            {ALL_TASKS} for the whole benchmark
+            {ALL_TASKS} for the whole benchmark; {EXPECTED_TASKS} for the same questions, where an answer among choices
+            counts by the probability of the right one, a softmax of the choices' scores, instead of 0 or 1
         recall
         questions INTEGER number of questions with a right answer that both arms answered
         baseline DOUBLE accuracy of the baseline, 0 to 1
         accuracy DOUBLE accuracy of the arm, 0 to 1
         difference DOUBLE accuracy minus baseline, -1 to 1
-        low DOUBLE lower end of the difference's 95 % interval, -1 to 1: bootstrap of whole texts within tasks,
-            or the interval of the score test if few answers differ and it is wider
-        high DOUBLE upper end of the same interval, -1 to 1
+        low DOUBLE lower end of the difference's 95 % interval, -1 to 1: Gaffke's bound over whole texts, of which
+            one more is lost
+        high DOUBLE upper end of the same interval, -1 to 1: one more text is gained
+        lows DOUBLE[] lower ends for 1, 2, 3, 5, 10, 20, 100 and 10,000 comparisons; those for other numbers lie
+            between
+        highs DOUBLE[] upper ends of the same intervals
+        standard_error DOUBLE standard error of the difference over independent texts, at most 1
         gained INTEGER number of questions on which the arm is better
         lost INTEGER number of questions on which the arm is worse
         p_value DOUBLE two-sided p-value of McNemar's exact test on texts: one is gained or lost by the sum of its
@@ -143,9 +152,9 @@ ARM_VERDICTS = Table(
         chance DOUBLE? accuracy of guessing, 0 to 1: mean over the questions of 1 / choices, 0 for questions
             without choices; NULL if no question has any (generated answers), and in recall rows
         failed BOOLEAN? true if a loss is shown. Task or group: more than one point, by an interval corrected
-            for the number of tasks. {ALL_TASKS}: a task or group fails. Family of recall tasks: the baseline
-            solves it, and the arm loses more than a tenth of the ability above chance, or more than one point.
-            NULL in other rows
+            for the number of tasks. {ALL_TASKS}: a task or group fails. {EXPECTED_TASKS}: more than one point.
+            Family of recall tasks: the baseline solves it, and the arm loses more than a tenth of the ability above
+            chance, or more than one point. NULL in other rows
         worst_task VARCHAR? in rows of {ALL_TASKS}, the task or group with the clearest loss: the lowest upper
             end of an interval corrected for the number of tasks; NULL in other rows
         worst_difference DOUBLE? difference of the worst task, -1 to 1
@@ -160,8 +169,7 @@ ARM_VERDICTS = Table(
             least 0.9, and failed is false); NULL in other rows
         texts INTEGER number of independent texts; recall questions share texts, and so do both forms of a question
         texts_differ INTEGER number of texts with an answer that differs
-        degrees_of_freedom INTEGER degrees of freedom of the difference's interval, at least 1: Satterthwaite's, by
-            which it is widened for comparisons
+        documents INTEGER? number of documents that the questions are made from; NULL if it is unknown
     """),
     (("arm_id", "task", "recall"),),
 )

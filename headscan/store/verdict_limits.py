@@ -17,13 +17,8 @@ def z_quantile(tail: float) -> float:
     return NormalDist().inv_cdf(1 - tail)
 
 
-_Z = z_quantile(TAIL)
-
 #: Probability with which a sufficient number of questions shows that an arm without loss is safe.
 POWER = 0.8
-
-#: With fewer differing answers the bootstrap has too few distinct values, and intervals are those of rare events.
-FEW_DIFFER = 50
 
 
 def rare_event_factor(comparisons: int) -> float:
@@ -33,11 +28,11 @@ def rare_event_factor(comparisons: int) -> float:
     return log(TAIL / comparisons) / log(TAIL)
 
 
-def identical_questions(comparisons: int = 1) -> int:
-    """Return the minimum number of questions with which identical answers are safe. With none gained and none lost, the
-    lower end of the score test is -z^2 / (questions + z^2); widened for the comparisons, it must be above the margin.
+def identical_questions(comparisons: int = 1, max_points: float = MARGIN) -> int:
+    """Return the minimum number of questions with which identical answers are safe. If a share of `max_points` of the
+    answers were lost, ``n`` questions would show none of them with a probability of ``(1 - max_points / 100)**n``.
     """
-    return floor(_Z**2 * (100 * rare_event_factor(comparisons) / MARGIN - 1)) + 1
+    return floor(log(TAIL / comparisons) / log(1 - max_points / 100)) + 1
 
 
 #: Minimum number of texts (questions, if each has its own) with which identical answers of one arm are safe.
@@ -62,6 +57,10 @@ QUESTIONS_PER_TEXT = 4
 #: of fewer ends too low: simulated, it does so in 10 % of cases with 8 texts, 7 % with 20, and 5 % with 64.
 MIN_TEXTS_IN_LIMIT = 20
 
+#: Minimum number of documents that questions are made from, so that documents are the unit that varies. A verdict on
+#: questions of fewer speaks of these documents only.
+MIN_DOCUMENTS = 20
+
 #: Maximum increase of the loss of held-out text of a safe arm, in nats per token, unless the user sets another.
 MAX_LOSS = 0.05
 
@@ -69,15 +68,21 @@ MAX_LOSS = 0.05
 MIN_RETAINED = 90.0
 
 
-def limits_words(max_loss: float | None = None) -> str:
+def points_words(points: float) -> str:
+    """Return a number of percentage points in words."""
+    return "one point" if points == 1 else f"{points:g} points"
+
+
+def limits_words(max_loss: float | None = None, max_points: float = MARGIN) -> str:
     """Return the meaning of the outcomes of verdicts. ``max_loss`` is in nats per token; None leaves the loss of text
-    out.
+    out. ``max_points`` is in percentage points.
     """
-    within = "" if max_loss is None else f"the loss of text is shown to rise by at most {max_loss:g} nats per token, "
+    within = "" if max_loss is None else f"that the loss of text rises by at most {max_loss:g} nats per token, "
     text = "" if max_loss is None else f", or a rise of the loss by more than {max_loss:g} nats per token"
-    points = f"{MARGIN:.0f} point of accuracy"
+    points = f"{max_points:g} point{'s' * (max_points != 1)} of accuracy"
     return (
-        f"safe: no more than {points} is lost, {within}at least {MIN_RETAINED:.0f} % of recall is shown to be left,"
-        f" and no loss of more than {MARGIN:.0f} point of its answers is shown. Loses: a loss of more than {points} or"
-        f" of the recall answers, less than {MIN_RETAINED:.0f} % of recall{text} is shown"
+        f"safe: it is shown that no more than {points} is lost, {within}and that at least {MIN_RETAINED:.0f} % of"
+        f" recall is left; a loss of the recall answers counts against it if more than {MARGIN:.0f} point is shown."
+        f" Loses: a loss of more than {points} or of {MARGIN:.0f} point of the recall answers, less than"
+        f" {MIN_RETAINED:.0f} % of recall{text} is shown"
     )

@@ -32,7 +32,7 @@ _ASKED_FIRST = 32
 def question_costs(config: Study, run: Run, texts: StudyTexts) -> QuestionCosts:
     """Count the tokens of some questions, and ask the whole model recall questions that judge nothing."""
     assert config.max_tokens is not None
-    enough = enough_questions(CHANGED, config.kind_count)
+    enough = enough_questions(CHANGED, config.kind_count, config.max_points)
     made = len(make_questions(texts.judged_files, enough))
     if not config.tasks.names and not made:
         raise StudyError(

@@ -73,6 +73,7 @@ def planned_study(config: Study, run: Run) -> StudyAnswer:
         texts=known.judged_texts,
         tokens=tokens,
         max_loss=config.max_loss,
+        max_points=config.max_points,
         savings=(),
         losses={},
         report="",
@@ -169,6 +170,7 @@ class _Study:
             texts=len(self._judged_text.chunks),
             tokens=self.tokens,
             max_loss=self.config.max_loss,
+            max_points=self.config.max_points,
             savings=savings,
             losses=losses,
             report=str(report),
@@ -306,7 +308,13 @@ class _Study:
             for kind, number in list(live.items()):
                 shares = tried[kind].saving.tried
                 judged[kind] = judge_shares(
-                    self.run.store, run_id, shares, losses, max_loss=config.max_loss, comparisons=config.kind_count
+                    self.run.store,
+                    run_id,
+                    shares,
+                    losses,
+                    max_loss=config.max_loss,
+                    max_points=config.max_points,
+                    comparisons=config.kind_count,
                 )
                 last = judged[kind][-1]
                 self.run.say(f"{kind.name}, {last.share:.1%}: {last.label}{f' ({last.why})' if last.why else ''}")
@@ -328,6 +336,7 @@ class _Study:
             plan=plan,
             plan_file=None if plan is None else self._plan_file,
             max_loss=self.config.max_loss,
+            max_points=self.config.max_points,
             losses=losses,
             comparisons=self.config.kind_count,
             answers=[saving.card() for saving in savings],

@@ -16,7 +16,7 @@ from headscan.runs.progress import time_text
 from headscan.store.output_files import write_text
 from headscan.store.verdict_limits import limits_words
 from headscan.text_tables import html_text, plain, text_table
-from headscan.verdicts.arm_verdict import TOO_FEW_QUESTIONS, TOO_FEW_TEXTS, Outcome
+from headscan.verdicts.arm_verdict import PROBABLY_LOSES, TOO_FEW_QUESTIONS, TOO_FEW_TEXTS, Outcome
 from headscan.verdicts.metrics import Increase, exceeds
 from headscan.verdicts.ordered_shares import ShareVerdict, largest_safe
 
@@ -99,7 +99,7 @@ class Saving:
             headline = f"{self.safe.share:.1%} is {self.safe.label}"
             return ReportAnswer(question, headline, detail, "open" if self.safe.recall_unknown else "known", link)
         headline = "None shown to be safe"
-        if shown is not None and shown.label in (TOO_FEW_QUESTIONS, TOO_FEW_TEXTS):
+        if shown is not None and shown.label in (TOO_FEW_QUESTIONS, TOO_FEW_TEXTS, PROBABLY_LOSES):
             headline = shown.label.capitalize()
         following = self.next()
         return ReportAnswer(question, headline, f"{following[0].upper()}{following[1:]}.{numbers}", "open", link)
@@ -114,6 +114,8 @@ def _numbers(share: ShareVerdict) -> str:
     parts = [f"loss {share.loss.numbers()} nats per token"] if share.loss is not None else []
     if share.accuracy is not None:
         parts.append(f"accuracy {share.accuracy.interval.words(1)} points on {share.accuracy.questions:,} questions")
+    if share.expected is not None:
+        parts.append(f"expected accuracy {share.expected.interval.words(1)} points")
     parts += [f"{RECALL_FAMILIES[each.family].heading} {each.numbers()}" for each in share.recall]
     return ", ".join(parts)
 
@@ -139,6 +141,7 @@ class StudyAnswer:
     texts: int
     tokens: int
     max_loss: float
+    max_points: float
     savings: tuple[Saving, ...]
     losses: Mapping[str, Increase]
     report: str
@@ -165,7 +168,7 @@ class StudyAnswer:
             for each in self.savings
         ]
         several = len(self.savings) > 1
-        limits = limits_words(self.max_loss)
+        limits = limits_words(self.max_loss, self.max_points)
         limits += f". Intervals hold for all {len(self.savings)} savings together" * several
         return "\n\n".join(
             [
@@ -192,6 +195,7 @@ class StudyAnswer:
             row |= {"kind": saving.kind.name, "answer": saving.answer(), "safe": safe}
         if not self.steps:
             del fields["steps"]
+        fields["limits"] = limits_words(self.max_loss, self.max_points)
         whole: dict[str, Any] = plain(fields)
         return whole
 
@@ -201,13 +205,14 @@ class StudyAnswer:
             judged = {each.name: each for each in saving.judged}
             for name, share in saving.tried:
                 verdict = judged.get(name)
-                paired = None if verdict is None else verdict.accuracy
+                paired, expected = (None, None) if verdict is None else (verdict.accuracy, verdict.expected)
                 recall = {} if verdict is None else {each.family: each.numbers() for each in verdict.recall}
                 rows.append(
                     {
                         "arm": f"{saving.kind.name} {100 * share:.3g}%",
                         "heads": f"{head_count(share, saving.units)}",
                         "accuracy": "" if paired is None else paired.interval.words(1),
+                        "expected": "" if expected is None else expected.interval.words(1),
                         "loss": self.losses[name].numbers(),
                         **{each.heading: recall.get(name, "") for name, each in RECALL_FAMILIES.items()},
                         "verdict": self._outcome(verdict, name),

@@ -11,11 +11,11 @@ from headscan.catalog import CRITERIA, DEFAULT_SINK, IMPORTANCES, RECALL_NAMES, 
 from headscan.errors import HeadscanError
 from headscan.options import Group, Option, check_limits
 from headscan.settings.corpus_settings import DEMO_CORPUS, SHORTEST, CorpusSpec
-from headscan.settings.evaluation_settings import RECALL_PROMPTS, TASK_TOKENS, MaxLoss, TaskConfig
+from headscan.settings.evaluation_settings import RECALL_PROMPTS, TASK_TOKENS, MaxLoss, MaxPoints, TaskConfig
 from headscan.settings.option_values import file_values, make_settings
 from headscan.steps.results import Result
 from headscan.steps.step import Step
-from headscan.store.verdict_limits import MAX_LOSS, MIN_TEXTS_IN_LIMIT
+from headscan.store.verdict_limits import MARGIN, MAX_LOSS, MIN_TEXTS_IN_LIMIT
 from headscan.text_tables import plain
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Study(Step["StudyAnswer"]):
 
     common: ClassVar = (
         "MODEL --corpus --tasks --hours --out --max-tokens "
-        "--shares --window-shares --prune-shares --questions --max-loss --config-file"
+        "--shares --window-shares --prune-shares --questions --max-loss --max-points --config-file"
     )
     stores: ClassVar = ("resume_anyway",)
     evaluates: ClassVar = True
@@ -121,6 +121,7 @@ class Study(Step["StudyAnswer"]):
         ),
     ] = None
     max_loss: MaxLoss = MAX_LOSS
+    max_points: MaxPoints = MARGIN
     judge: Annotated[
         CorpusSpec | None,
         Option("another corpus that judges (default: a part of the corpus)", metavar="CORPUS", parse=CorpusSpec),

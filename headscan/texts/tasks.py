@@ -66,6 +66,7 @@ def answer_table(samples: dict[str, list[dict[str, Any]]], tasks: Mapping[str, A
                     "task": task,
                     "question": int(sample["doc_id"]),
                     "doc_hash": sample["doc_hash"],
+                    "document": _document(sample["doc"]),
                     "target": str(sample["target"]),
                     "response": str(choices.index(max(choices))) if choices else str(sample["filtered_resps"][0]),
                     "correct": None if metric is None else float(sample[metric]),
@@ -79,6 +80,11 @@ def answer_table(samples: dict[str, list[dict[str, Any]]], tasks: Mapping[str, A
 
 #: Columns of an arm's answers.
 ANSWERS = TABLES["answers"].schema(without=("arm_id",))
+
+
+def _document(doc: Any) -> str | None:
+    """Return the document that a question is made from, as the questions of a study and of the demo name it."""
+    return (doc.get("document") or doc.get("module")) if isinstance(doc, Mapping) else None
 
 
 def _metric(questions: Sequence[Mapping[str, Any]]) -> str | None:

@@ -14,7 +14,7 @@ from headscan.catalog import recall_family
 from headscan.errors import VerdictError
 from headscan.store.records import CONTROL_KINDS_SQL, ArmKind, ArmRecord
 from headscan.store.store import Store
-from headscan.store.tables import ALL_TASKS
+from headscan.store.tables import ALL_TASKS, EXPECTED_TASKS
 from headscan.store.verdict_limits import QUESTIONS_PER_TEXT
 from headscan.verdicts.paired import PairedDifference, QuestionClusters, paired_difference, retained_share
 
@@ -73,10 +73,12 @@ class Scope(NamedTuple):
     @property
     def is_benchmark_task(self) -> bool:
         """True for a task of the benchmark or a group of them."""
-        return not self.recall and self.task != ALL_TASKS
+        return not self.recall and self.task not in (ALL_TASKS, EXPECTED_TASKS)
 
 
 BENCHMARK = Scope(ALL_TASKS, False)
+#: The questions of the benchmark, where an answer among choices counts by the probability of the right one.
+EXPECTED = Scope(EXPECTED_TASKS, False)
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,12 @@ class AnswerSheets:
         tasks: (questions,) number of each question's task; a task and its cloze form share one number.
         texts: (questions,) number of each question's text within its task; several recall questions share a text, and
             so do the two forms of a question.
+        documents: (questions,) number of the document that each question is made from; -1 if it is unknown.
         chance: (questions,) accuracy of guessing, 0 to 1; NaN if it is unknown.
         correct: (questions,) 0 to 1, by arm id.
+        expected: (questions,) the same where the stored scores of the choices decide the answer: the probability of the
+            right choice, the softmax of the scores. Its mean is the accuracy that is expected if answers are drawn from
+            it, and differs between arms by much less chance than the count.
         scopes: (questions,) bool, whether the question is in the scope, by scope.
     """
 
@@ -97,7 +103,13 @@ class AnswerSheets:
     chance: np.ndarray
     correct: Mapping[str, np.ndarray]
     scopes: Mapping[Scope, np.ndarray]
+    expected: Mapping[str, np.ndarray] = field(default_factory=dict)
+    documents: np.ndarray | None = None
     _scope_questions: dict[Scope, _ScopeQuestions] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def answers(self, scope: Scope, arm_id: str) -> np.ndarray:
+        """Return the answers (questions,) of an arm that count in a scope, 0 to 1."""
+        return (self.expected if scope == EXPECTED else self.correct)[arm_id]
 
     def compare(self, scope: Scope, baseline: np.ndarray, arm: np.ndarray) -> PairedDifference:
         """Return the paired difference in a scope; ``baseline`` and ``arm`` are (questions,)."""
@@ -125,6 +137,8 @@ class AnswerSheets:
             texts=self.texts[kept],
             chance=self.chance[kept],
             correct={arm_id: correct[kept] for arm_id, correct in self.correct.items()},
+            expected={arm_id: expected[kept] for arm_id, expected in self.expected.items()},
+            documents=None if self.documents is None else self.documents[kept],
             scopes={scope: in_scope[kept] for scope, in_scope in self.scopes.items() if in_scope[kept].any()},
         )
 
@@ -147,15 +161,22 @@ class _ScopeQuestions:
         unknown = np.isnan(chances)
         chance = None if unknown.all() else 100 * float(np.where(unknown, 0, chances).mean())
         texts = tasks * (1 + sheets.texts.max()) + texts_in_task
-        return cls(indices, texts, QuestionClusters(len(indices), tasks, texts_in_task), chance)
+        documents = None if sheets.documents is None else sheets.documents[indices]
+        if documents is not None and (documents < 0).any():
+            documents = None
+        return cls(indices, texts, QuestionClusters(len(indices), tasks, texts_in_task, documents), chance)
 
 
 def read_answers(store: Store, baseline: ArmRecord, others: Sequence[ArmRecord]) -> AnswerSheets:
     """Return the answers of a baseline and of other arms."""
     table = store.query(
-        "SELECT arm_id, task, question, recall, doc_hash, correct FROM answers"
-        " WHERE correct IS NOT NULL AND list_contains(?, arm_id) ORDER BY arm_id, task, question",
-        [[arm.arm_id for arm in (baseline, *others)]],
+        f"WITH scored AS ({_SCORED_TASKS})"
+        " SELECT arm_id, task, question, recall, doc_hash, document, correct,"
+        " CASE WHEN task IN (FROM scored) THEN"
+        " 1 / list_sum(list_transform(log_likelihoods, lambda x: exp(x - log_likelihoods[target::INT + 1]))) END"
+        " AS expected FROM answers"
+        " WHERE correct IS NOT NULL AND list_contains($2, arm_id) ORDER BY arm_id, task, question",
+        [baseline.arm_id, [arm.arm_id for arm in (baseline, *others)]],
     )
     sheets = _by_arm(table)
     empty = table.slice(0, 0)
@@ -164,13 +185,49 @@ def read_answers(store: Store, baseline: ArmRecord, others: Sequence[ArmRecord])
         _check_questions(arm, sheets.get(arm.arm_id, empty), baseline_sheet)
     tasks = baseline_sheet["task"].to_numpy()
     numbers = baseline_sheet["question"].to_numpy()
+    scopes = _scopes(store, baseline, tasks)
+    expected = {}
+    if BENCHMARK in scopes and baseline_sheet["expected"].null_count < len(tasks):
+        scopes[EXPECTED] = scopes[BENCHMARK]
+        expected = {arm_id: _expected(sheet) for arm_id, sheet in sheets.items()}
     return AnswerSheets(
         tasks=_task_numbers(tasks),
         texts=np.where(baseline_sheet["recall"].to_numpy(), numbers // QUESTIONS_PER_TEXT, numbers),
         chance=_chance(store, baseline, tasks),
         correct={arm_id: sheet["correct"].to_numpy() for arm_id, sheet in sheets.items()},
-        scopes=_scopes(store, baseline, tasks),
+        scopes=scopes,
+        expected=expected,
+        documents=_document_numbers(baseline_sheet["document"]),
     )
+
+
+def _document_numbers(names: pa.ChunkedArray) -> np.ndarray | None:
+    """Return the number of each question's document, -1 where it is unknown; None if all are."""
+    if names.null_count == len(names):
+        return None
+    known = names.is_valid().to_numpy()
+    return np.where(known, np.unique(names.fill_null("").to_numpy(), return_inverse=True)[1], -1)
+
+
+#: Tasks of the benchmark whose answers are the choices with the highest stored scores, in every answer of the baseline.
+#: A task that is graded by another ranking, such as scores by character, is counted.
+_SCORED_TASKS = """
+    SELECT task FROM answers WHERE arm_id = $1 AND NOT recall AND correct IS NOT NULL GROUP BY task
+    HAVING bool_and(coalesce(
+        len(log_likelihoods) > 1 AND TRY_CAST(target AS INT) BETWEEN 0 AND len(log_likelihoods) - 1
+        AND correct = (list_position(log_likelihoods, list_max(log_likelihoods)) - 1 = TRY_CAST(target AS INT))::INT,
+        false
+    ))
+"""
+
+
+def _expected(sheet: pa.Table) -> np.ndarray:
+    """Return the probability of the right choice of each answer (questions,), or what is counted where there is none.
+    A right choice without any likelihood has none.
+    """
+    expected, counted = sheet["expected"].to_numpy(), sheet["correct"].to_numpy()
+    impossible = np.isnan(expected) & sheet["expected"].is_valid().to_numpy()
+    return np.where(impossible, 0.0, np.where(np.isnan(expected), counted, expected))
 
 
 def _chance(store: Store, baseline: ArmRecord, tasks: np.ndarray) -> np.ndarray:
@@ -215,7 +272,8 @@ def _by_arm(table: pa.Table) -> dict[str, pa.Table]:
 
 
 def _check_questions(arm: ArmRecord, sheet: pa.Table, baseline_sheet: pa.Table) -> None:
-    if not sheet.drop_columns(["arm_id", "correct"]).equals(baseline_sheet.drop_columns(["arm_id", "correct"])):
+    asked = ["task", "question", "recall", "doc_hash"]
+    if not sheet.select(asked).equals(baseline_sheet.select(asked)):
         questions = f"{sheet.num_rows} questions (baseline {baseline_sheet.num_rows})"
         if sheet.num_rows == baseline_sheet.num_rows:
             questions = f"{sheet.num_rows} questions that differ from the baseline's"

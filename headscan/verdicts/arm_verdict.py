@@ -12,7 +12,7 @@ from typing import NamedTuple
 from headscan.errors import VerdictError
 from headscan.store.records import ArmKind, ArmRecord
 from headscan.store.tables import ACCURACY, BITS_PER_BYTE, LOSS
-from headscan.store.verdict_limits import MARGIN, MAX_LOSS, MIN_RETAINED
+from headscan.store.verdict_limits import MARGIN, MAX_LOSS, MIN_DOCUMENTS, MIN_RETAINED, points_words
 from headscan.verdicts.controls import Controls, PrunedControls, loss_increase
 from headscan.verdicts.metrics import (
     RATES,
@@ -34,6 +34,10 @@ REPLACED = {"mean": "replaced by their means", "resample": "replaced by their ou
 
 #: Maximum number of lost tasks in a sentence; the store has all of them.
 _MAX_NAMED_TASKS = 3
+
+
+#: Measure of `ArmVerdict.value`: the difference of the expected accuracy.
+EXPECTED_ACCURACY = "expected"
 
 
 class Outcome(StrEnum):
@@ -72,6 +76,10 @@ class Gap(NamedTuple):
 TOO_FEW_QUESTIONS = "too few questions"
 #: The same where a known number of texts, whose loss is measured, is needed, with or without more questions.
 TOO_FEW_TEXTS = "too few texts"
+#: The same where a known number of questions would hardly show it, if the estimate of the accuracy is true.
+PROBABLY_LOSES = "probably loses"
+#: Chance of that, 0 to 1, below which an arm probably loses.
+_LITTLE_CHANCE = 0.1
 
 
 class Decision(NamedTuple):
@@ -94,9 +102,12 @@ class ArmVerdict:
         pruned_controls: Random and layer-drop models of about the same size; empty for other arms.
         accuracy: Comparison on all benchmark questions that have a right answer. None if there are none; then the arm
             has results, but no verdict.
+        expected: The same, where answers among choices count by the probability of the right one. It judges the arm,
+            which is not safe either if the count shows a loss. None without such answers.
         tasks: The same comparison for each task and group, clearest loss first.
         controls: Random arms of the same size; None if there are none.
         max_loss: Limit of the rise of the text's loss, in nats per token; without text it has no effect.
+        max_points: Limit of the loss of accuracy, in percentage points.
     """
 
     arm: ArmRecord
@@ -104,11 +115,13 @@ class ArmVerdict:
     metrics: tuple[TaskMetric, ...] = ()
     pruned_controls: tuple[PrunedControls, ...] = ()
     accuracy: PairedDifference | None = None
+    expected: PairedDifference | None = None
     tasks: tuple[TaskVerdict, ...] = ()
     controls: Controls | None = None
     judging_share: float = 1.0
     comparisons: int = 1
     max_loss: float = MAX_LOSS
+    max_points: float = MARGIN
 
     @property
     def name(self) -> str:
@@ -131,6 +144,16 @@ class ArmVerdict:
             raise VerdictError(f"no task of {self.name} has right answers, so it has no verdict. Choose other tasks")
         return self.accuracy
 
+    @property
+    def judging(self) -> PairedDifference:
+        """The comparison that judges the accuracy of a judged arm: the expected one, if there is one."""
+        return self.expected or self.paired
+
+    @property
+    def loses_accuracy(self) -> bool:
+        """True if a loss of more than the limit is shown, by the expected accuracy or by the count."""
+        return any(each.shows_loss(self.max_points) for each in (self.judging, self.paired))
+
     @cached_property
     def decision(self) -> Decision:
         """The verdict on a judged arm. It loses if any aspect shows a loss, and is safe if all show that none exceeds
@@ -139,8 +162,8 @@ class ArmVerdict:
         """
         shows_loss = {
             Aspect.TEXT: bool(self.text_losses),
-            Aspect.ACCURACY: self.paired.shows_loss,
-            Aspect.SINGLE_TASKS: bool(self.tasks_lost) and not self.paired.shows_loss,
+            Aspect.ACCURACY: self.loses_accuracy,
+            Aspect.SINGLE_TASKS: bool(self.tasks_lost) and not self.loses_accuracy,
             Aspect.RECALL: bool(self.recall_lost),
         }
         lost_aspects = tuple(aspect for aspect, is_lost in shows_loss.items() if is_lost)
@@ -172,14 +195,31 @@ class ArmVerdict:
 
     @property
     def label(self) -> str:
-        """The verdict as a table shows it: "safe, recall unknown" names what of recall is unknown; "too few questions"
-        and "too few texts" are not shown, but would be by a known number of questions, or of texts and questions.
+        """The verdict as a table shows it: "safe, recall unknown" names what of recall is unknown, "safe on these
+        4 documents" how few documents the questions are made from; "too few questions"
+        and "too few texts" are not shown, but would be by a known number of questions, or of texts and questions;
+        "probably loses" is not shown, and if the estimate is true, such a number would hardly help.
         """
         gaps = self.decision.gaps
+        if any(gap.aspect is Aspect.ACCURACY and self._probably_loses for gap in gaps):
+            return PROBABLY_LOSES
         if self.outcome is Outcome.NOT_SHOWN and all(gap.needed is not None for gap in gaps):
             return TOO_FEW_TEXTS if any(gap.aspect is Aspect.TEXT for gap in gaps) else TOO_FEW_QUESTIONS
         unknown = self.unjudged_recall if self.is_safe else ""
-        return f"{self.outcome}, {unknown} unknown" if unknown else str(self.outcome)
+        outcome = f"{self.outcome}{self.of_documents}" if self.is_safe else str(self.outcome)
+        return f"{outcome}, {unknown} unknown" if unknown else outcome
+
+    @property
+    def of_documents(self) -> str:
+        """Words that name the documents if the questions are of so few that a verdict speaks of these alone."""
+        count = self.paired.documents
+        if count is None or count >= MIN_DOCUMENTS:
+            return ""
+        return f" on {'this document' if count == 1 else f'these {count} documents'}"
+
+    @property
+    def _probably_loses(self) -> bool:
+        return self.questions_needed is not None and self.chance_of_safety < _LITTLE_CHANCE
 
     @property
     def too_few_questions(self) -> bool:
@@ -190,9 +230,12 @@ class ArmVerdict:
         """Return a number of the arm with its interval; None if it was not measured, or if the baseline guesses.
 
         Args:
-            measure: ``accuracy`` (minus the baseline's, in points), ``loss`` (minus the baseline's, per token, or per
+            measure: ``accuracy`` (minus the baseline's, in points), ``expected`` (the same by the probability of the
+                right choice), ``loss`` (minus the baseline's, per token, or per
                 byte if only that was measured), or a family of recall tasks (share of the ability left, in percent).
         """
+        if measure == EXPECTED_ACCURACY:
+            return None if self.expected is None else self.expected.interval
         if measure == ACCURACY:
             return None if self.accuracy is None else self.accuracy.interval
         if measure == LOSS:
@@ -245,8 +288,8 @@ class ArmVerdict:
 
     @property
     def keeps_accuracy(self) -> bool:
-        """True if the lower end is above -1 point, on enough questions, and no task is lost."""
-        return self.paired.low > -MARGIN and self.paired.can_show_safety and not self.tasks_lost
+        """True if the lower end is above the limit, the baseline is above chance, and no task is lost."""
+        return self.judging.low > -self.max_points and self.paired.above_chance and not self.tasks_lost
 
     @property
     def tasks_lost(self) -> tuple[TaskVerdict, ...]:
@@ -258,9 +301,14 @@ class ArmVerdict:
         """Number of questions that an arm without loss, with as many changed answers, needs; None if no larger number
         is known to help: these are enough, or they show a drop that may exceed one point.
         """
-        paired, needed = self.paired, self.paired.questions_needed(self.comparisons)
-        may_drop = paired.high < 0 and paired.low <= -MARGIN
-        return None if paired.questions >= needed or may_drop else round(needed / self.judging_share)
+        judging, needed = self.judging, self.judging.questions_needed(self.comparisons, self.max_points)
+        may_drop = judging.high < 0 and judging.low <= -self.max_points
+        return None if judging.questions >= needed or may_drop else round(needed / self.judging_share)
+
+    @property
+    def chance_of_safety(self) -> float:
+        """Probability, 0 to 1, that so many new questions show safety, if the estimate of the accuracy is true."""
+        return self.judging.chance_of_safety(self.comparisons, self.max_points)
 
     @property
     def why(self) -> str:
@@ -312,7 +360,7 @@ def _loss(verdict: ArmVerdict, aspect: Aspect) -> str:
             increases = (each.increase for each in verdict.text_losses)
             return " and ".join(loss_words(each, verdict.max_loss) for each in increases if each is not None)
         case Aspect.ACCURACY:
-            return f"accuracy ({verdict.paired.difference:+.1f} points)"
+            return f"accuracy ({verdict.paired.difference:+.1f} points{_expected_points(verdict)})"
         case Aspect.SINGLE_TASKS:
             return f"accuracy in {verdict.tasks_lost[0].task}"
         case Aspect.RECALL:
@@ -326,9 +374,9 @@ def _loss_clause(verdict: ArmVerdict, aspect: Aspect) -> str:
             rises = " and ".join(each.increase.words() for each in verdict.text_losses if each.increase is not None)
             return f"raises the loss of text by {rises}"
         case Aspect.ACCURACY:
-            return "loses more than one point of accuracy"
+            return f"loses more than {points_words(verdict.max_points)} of accuracy"
         case Aspect.SINGLE_TASKS:
-            return f"loses more than one point in {_task_names(verdict.tasks_lost)}"
+            return f"loses more than {points_words(verdict.max_points)} in {_task_names(verdict.tasks_lost)}"
         case Aspect.RECALL:
             return f"loses recall ({verdict.recall_lost})"
 
@@ -347,7 +395,7 @@ def _gap(verdict: ArmVerdict, aspect: Aspect) -> str:
     if aspect is Aspect.ACCURACY:
         if not verdict.paired.above_chance:
             return "the model itself is at or near chance on these questions"
-        return "may lose more than one point" if verdict.questions_needed is None else ""
+        return f"may lose more than {points_words(verdict.max_points)}" if verdict.questions_needed is None else ""
     if not verdict.paired.above_chance:
         return ""
     families = (each for each in verdict.open_recall if each.questions_needed is None)
@@ -361,7 +409,7 @@ def _questions_missing(verdict: ArmVerdict) -> str:
     needed = []
     lacks_accuracy = any(gap.aspect is Aspect.ACCURACY for gap in verdict.decision.gaps)
     if verdict.questions_needed is not None and lacks_accuracy:
-        needed.append(f"{about(verdict.questions_needed)} questions")
+        needed.append(f"{about(verdict.questions_needed)} questions{_estimate(verdict)}")
     families = [each for each in verdict.open_recall if each.questions_needed is not None]
     needed += [f"{each.questions_needed:,} {each.family} questions" for each in families]
     return f"needs about {' and '.join(needed)}" if needed else ""
@@ -388,7 +436,7 @@ def _gap_clause(verdict: ArmVerdict, aspect: Aspect) -> str:
 def _accuracy_gap(verdict: ArmVerdict) -> str:
     paired = verdict.paired
     if paired.above_chance:
-        return _questions_words(verdict) or "its loss may be more than one point"
+        return _questions_words(verdict) or f"its loss may be more than {points_words(verdict.max_points)}"
     if paired.chance is None:
         return "the model itself answers too few questions right to lose any"
     return (
@@ -448,6 +496,7 @@ def _sentences(verdict: ArmVerdict) -> list[str]:
         _conclusion(verdict),
         f"Accuracy {accuracy.arm:.2f} % against {accuracy.baseline:.2f} % on {accuracy.questions} questions:"
         f" {accuracy.interval.words(unit=' points')}, p = {accuracy.p_value:.3g}",
+        _expected_words(verdict),
         *metrics,
         _worst_task(verdict),
         _tasks_at_chance(verdict),
@@ -455,6 +504,17 @@ def _sentences(verdict: ArmVerdict) -> list[str]:
         _control_words(verdict),
         *controls,
     ]
+
+
+def _expected_words(verdict: ArmVerdict) -> str:
+    """Return the sentence on the probability of the right answer, which judges; empty without one."""
+    if verdict.expected is None:
+        return ""
+    expected = verdict.expected
+    return (
+        f"Expected accuracy, by the probability of the right choice: {expected.arm:.2f} % against"
+        f" {expected.baseline:.2f} %: {expected.interval.words(unit=' points')}"
+    )
 
 
 def _recall_words(verdict: ArmVerdict) -> str:
@@ -486,7 +546,7 @@ def _conclusion(verdict: ArmVerdict) -> str:
         return f"not shown to be safe: {' and '.join(_gap_clause(verdict, gap.aspect) for gap in decision.gaps)}"
     finding = f": the heads are {FINDINGS[verdict.arm.replacement]}" if verdict.arm.replacement else ""
     unknown = f"; {verdict.unjudged_recall} is unknown" if verdict.unjudged_recall else ""
-    return f"safe within one point{finding}{unknown}"
+    return f"safe within {points_words(verdict.max_points)}{verdict.of_documents}{finding}{unknown}"
 
 
 def _questions_words(verdict: ArmVerdict) -> str:
@@ -497,8 +557,20 @@ def _questions_words(verdict: ArmVerdict) -> str:
     changed = 100 * (paired.gained + paired.lost) / paired.questions
     return (
         f"too few questions ({paired.questions:,}): an arm that loses nothing and changes {changed:.1f} % of the"
-        f" answers needs about {about(verdict.questions_needed)}{half}"
+        f" answers needs about {about(verdict.questions_needed)}{half}{_estimate(verdict)}"
     )
+
+
+def _estimate(verdict: ArmVerdict) -> str:
+    """Return in brackets how often the needed questions show safety if the estimate is true; empty without a loss."""
+    difference = verdict.judging.difference
+    if round(difference, 2) >= 0:
+        return ""
+    return f" (if it loses nothing; at the estimate, {difference:+.2f} points, {verdict.chance_of_safety:.0%} pass)"
+
+
+def _expected_points(verdict: ArmVerdict) -> str:
+    return "" if verdict.expected is None else f", {verdict.expected.difference:+.1f} expected"
 
 
 def _worst_task(verdict: ArmVerdict) -> str:

@@ -311,7 +311,7 @@ class SweepConfirmation:
                     share=arm.ablated_share or 0.0,
                     safe=safe[arm.name],
                     loses_recall=_loses_recall(judged[arm.name]),
-                    low=judged[arm.name].paired.low,
+                    low=judged[arm.name].judging.low,
                 )
                 for arm in arms
                 if arm.name in judged
@@ -497,7 +497,7 @@ def _rejudged(
                 recall_comparisons=comparisons.recall,
             )
             if verdict.accuracy is not None:
-                widened = {"safe": verdict.is_safe, "wide_low": verdict.accuracy.low / 100}
+                widened = {"safe": verdict.is_safe, "wide_low": verdict.judging.low / 100}
                 row = row | {"comparisons": comparisons.benchmark, **widened}
         rejudged.append(row)
     return rejudged

@@ -27,8 +27,9 @@ from headscan.store.tables import (
 )
 from headscan.store.verdict_limits import TAIL, z_quantile
 from headscan.verdicts.answer_sheets import CLOZE_SUFFIX, finished_arms
-from headscan.verdicts.metrics import RATES, estimate_ratio, resample_weights
+from headscan.verdicts.metrics import RATES
 from headscan.verdicts.paired import Interval, QuestionClusters, paired_difference, t_quantile
+from headscan.verdicts.ratio_estimates import estimate_ratio, resample_weights
 
 
 def q_values(p_values: np.ndarray) -> np.ndarray:

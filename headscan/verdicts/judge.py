@@ -11,8 +11,8 @@ from headscan.errors import VerdictError
 from headscan.store.records import ArmRecord
 from headscan.store.store import Store
 from headscan.store.tables import LOSS
-from headscan.store.verdict_limits import BENCHMARK_SPLITS, MAX_LOSS, RECALL_SPLITS
-from headscan.verdicts.answer_sheets import BENCHMARK, Scope, finished_arms
+from headscan.store.verdict_limits import BENCHMARK_SPLITS, MARGIN, MAX_LOSS, RECALL_SPLITS
+from headscan.verdicts.answer_sheets import BENCHMARK, EXPECTED, Scope, finished_arms
 from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.controls import Controls, PrunedControls, judge_controls, pruned_controls
 from headscan.verdicts.metrics import Increase, TaskMetric, read_metrics
@@ -75,6 +75,7 @@ def judge(
     run_id: str,
     *,
     max_loss: float = MAX_LOSS,
+    max_points: float = MARGIN,
     loss_increases: Mapping[str, Increase] | None = None,
     comparisons: int = 1,
     baseline_alone: bool = False,
@@ -84,6 +85,7 @@ def judge(
     Args:
         max_loss: Maximum increase of the loss of held-out text of a safe arm, in nats per token. An arm loses if the
             interval lies above the limit, and is not shown to be safe if the interval reaches above it.
+        max_points: Maximum loss of accuracy of a safe arm, in percentage points.
         loss_increases: Increase of the loss of text of each arm, by its name, if another run measured them; None reads
             the judged run's own. For example, a study measures losses in one run, and questions in this one. The
             increases must be widened for ``comparisons`` already.
@@ -127,6 +129,7 @@ def judge(
             pruned=pruned_controls(arm, arms.others, benchmark_differences, metrics),
             comparisons=comparisons,
             max_loss=max_loss,
+            max_points=max_points,
         )
         for arm in arms.others
     )
@@ -154,6 +157,7 @@ def arm_verdict(
     comparisons: int = 1,
     recall_comparisons: int | None = None,
     max_loss: float = MAX_LOSS,
+    max_points: float = MARGIN,
 ) -> ArmVerdict:
     """Judge one arm by its differences from the baseline.
 
@@ -163,6 +167,7 @@ def arm_verdict(
         comparisons: Number of arms for which the intervals are to be widened; ``recall_comparisons`` in recall, None
             uses the same number.
         max_loss: Limit of the rise of the text's loss, in nats per token.
+        max_points: Limit of the loss of accuracy, in percentage points.
     """
     recall_share = 1 - 1 / RECALL_SPLITS if confirmation else 1.0
     recall_comparisons = comparisons if recall_comparisons is None else recall_comparisons
@@ -177,9 +182,11 @@ def arm_verdict(
         metrics=metrics,
         pruned_controls=pruned,
         accuracy=widened.get(BENCHMARK),
-        tasks=task_verdicts(widened),
+        expected=widened.get(EXPECTED),
+        tasks=task_verdicts(widened, max_points),
         controls=controls,
         judging_share=1 - 1 / BENCHMARK_SPLITS if confirmation else 1.0,
         comparisons=comparisons,
         max_loss=max_loss,
+        max_points=max_points,
     )

@@ -18,6 +18,7 @@ from math import inf
 from headscan.errors import VerdictError
 from headscan.store.store import Store
 from headscan.store.tables import LOSS
+from headscan.store.verdict_limits import MARGIN
 from headscan.verdicts.answer_sheets import finished_arms
 from headscan.verdicts.arm_verdict import ArmVerdict, Aspect, Outcome, loss_words
 from headscan.verdicts.controls import loss_increase
@@ -36,6 +37,7 @@ class ShareVerdict:
         label: The verdict as a table shows it; see `ArmVerdict.label`.
         why: Losses, or missing evidence; empty if the share is safe and its recall is known.
         accuracy: Comparison on the benchmark; None if the loss ended the test.
+        expected: The same, by the probability of the right choice, which judges; None without choices.
         recall_unknown: What of recall was not judged, and why; empty if all of it was, or if the loss ended the test.
         texts_needed: Number of texts that would show the loss of an open share to be within its limit; 0 if no number
             is known to help, None if these texts are enough, or if the loss was not measured.
@@ -48,6 +50,7 @@ class ShareVerdict:
     label: str
     why: str = ""
     accuracy: PairedDifference | None = None
+    expected: PairedDifference | None = None
     recall: tuple[RecallVerdict, ...] = ()
     cache_left: float | None = None
     weights_left: float | None = None
@@ -80,14 +83,21 @@ def judge_shares(
     losses: Mapping[str, Increase],
     *,
     max_loss: float,
+    max_points: float = MARGIN,
     comparisons: int,
 ) -> list[ShareVerdict]:
     """Judge shares of one kind, with the names of their arms, from small to large, fixed before the questions were
     read. The list ends with the first share that is not safe; it is empty if the first share has no answers yet.
-    ``max_loss`` is in nats per token.
+    ``max_loss`` is in nats per token, and ``max_points`` in percentage points.
     """
     judged = judge(
-        store, run_id, loss_increases=losses, max_loss=max_loss, comparisons=comparisons, baseline_alone=True
+        store,
+        run_id,
+        loss_increases=losses,
+        max_loss=max_loss,
+        max_points=max_points,
+        comparisons=comparisons,
+        baseline_alone=True,
     ).by_name
     verdicts: list[ShareVerdict] = []
     for name, share in shares:
@@ -121,6 +131,7 @@ def share_verdict(judged: ArmVerdict, share: float) -> ShareVerdict:
         judged.label,
         judged.why,
         accuracy=judged.accuracy,
+        expected=judged.expected,
         recall=judged.judged_recall,
         cache_left=judged.arm.cache_left,
         weights_left=judged.arm.weights_left,

@@ -25,9 +25,10 @@ from headscan.store.verdict_limits import (
     QUESTIONS_PER_TEXT,
     TAIL,
     rare_event_factor,
+    z_quantile,
 )
-from headscan.verdicts.answer_sheets import BENCHMARK, Scope
-from headscan.verdicts.paired import Interval, PairedDifference, shows_loss, t_quantile, wilson_low
+from headscan.verdicts.answer_sheets import BENCHMARK, EXPECTED, Scope
+from headscan.verdicts.paired import Interval, PairedDifference, shows_loss, wilson_low
 
 #: Safety factor on the number of recall questions. With the least number, identical answers pass in only half of the
 #: runs, because the baseline's accuracy varies.
@@ -60,7 +61,7 @@ class RecallVerdict:
         retained = self.retained
         if retained is None:
             return False
-        return (retained.high < MIN_RETAINED and self.paired.texts >= MIN_EVIDENCE_TEXTS) or self.paired.shows_loss
+        return (retained.high < MIN_RETAINED and self.paired.texts >= MIN_EVIDENCE_TEXTS) or self.paired.shows_loss()
 
     @property
     def kept(self) -> bool:
@@ -149,21 +150,22 @@ class TaskVerdict:
     task: str
     paired: PairedDifference
     wide: Interval
+    max_points: float = MARGIN
 
     @property
     def failed(self) -> bool:
-        """True if the interval shows a loss of more than one point."""
-        return shows_loss(self.wide.high, self.paired.texts)
+        """True if the interval shows a loss of more than ``max_points``."""
+        return shows_loss(self.wide.high, self.paired.texts, self.max_points)
 
     def points(self) -> str:
         return f"{self.task}: {self.wide.words(unit=' points')}"
 
 
-def task_verdicts(differences: Mapping[Scope, PairedDifference]) -> tuple[TaskVerdict, ...]:
+def task_verdicts(differences: Mapping[Scope, PairedDifference], max_points: float = MARGIN) -> tuple[TaskVerdict, ...]:
     """Judge each task and group of a benchmark, clearest loss first."""
     task_differences = {scope.task: paired for scope, paired in differences.items() if scope.is_benchmark_task}
     verdicts = [
-        TaskVerdict(task, paired, paired.simultaneous_interval(len(task_differences)))
+        TaskVerdict(task, paired, paired.simultaneous_interval(len(task_differences)), max_points)
         for task, paired in task_differences.items()
     ]
     return tuple(sorted(verdicts, key=lambda verdict: (verdict.wide.high, verdict.wide.low, verdict.task)))
@@ -171,18 +173,18 @@ def task_verdicts(differences: Mapping[Scope, PairedDifference]) -> tuple[TaskVe
 
 def least_visible_loss(paired: PairedDifference, tasks: int) -> float:
     """Return the smallest loss in points, at most 100, that the interval of one of ``tasks`` tasks shows in four of
-    five cases. For example, one of 57 tasks, with 100 questions of which 2 were gained and 2 lost, shows losses of 20.2
+    five cases. For example, one of 57 tasks, with 100 questions of which 2 were gained and 2 lost, shows losses of 19.6
     points and more; with 1,000 questions, 20 gained and 20 lost, it shows 4.9.
 
-    It is the smallest loss with ``loss - MARGIN >= (t(TAIL / tasks) + t(1 - POWER)) * 100 * sqrt((loss / 100 + changed
-    - (loss / 100)**2) / texts)``. t(p) is the quantile of Student's t with the probability p beyond it. The root has
+    It is the smallest loss with ``loss - MARGIN >= (z(TAIL / tasks) + z(1 - POWER)) * 100 * sqrt((loss / 100 +
+    changed - (loss / 100)**2) / texts)``. z(p) is the normal quantile with the probability p beyond it. The root has
     the variance of a text's difference, if its questions change together: the share of changed answers minus the
     squared loss. ``changed`` is the part of these answers without a net loss, twice the smaller one of the shares of
     gained and lost answers.
     """
     texts = paired.texts
     changed = 2 * min(paired.gained, paired.lost) / paired.questions
-    reach = t_quantile(TAIL / tasks, max(1, texts - 1)) + t_quantile(1 - POWER, max(1, texts - 1))
+    reach = z_quantile(TAIL / tasks) + z_quantile(1 - POWER)
     # The standard error grows with the loss; the smallest loss is where the two sides meet.
     losses = [loss / 10 for loss in range(int(10 * MARGIN), 1001)]
     return next(
@@ -203,12 +205,12 @@ def widened_differences(
     ``comparisons`` arms are judged on the benchmark and ``recall_comparisons`` on recall. An interval of 95 % misses
     the true value in 5 % of cases. Widened for three arms it misses in 5 % / 3, so at least one of the three misses in
     at most 5 %. In recall both intervals are widened, that of the points and that of the share of the ability that is
-    left. The difference of -1.5 points in the example of `paired_difference` has the interval -3.46 to 0.06 for one
-    arm, and -4.05 to 0.53 for three. Intervals of single tasks are widened for the number of tasks instead.
+    left. The difference of -1.5 points in the example of `paired_difference` has the interval -3.51 to 0.30 for one
+    arm, and -3.99 to 0.67 for three. Intervals of single tasks are widened for the number of tasks instead.
     """
     widened = dict(differences)
     for scope, paired in differences.items():
-        if scope == BENCHMARK:
+        if scope in (BENCHMARK, EXPECTED):
             widened[scope] = _widened(paired, comparisons)
         elif scope.is_recall_family:
             widened[scope] = _widened(paired, recall_comparisons)
@@ -216,15 +218,9 @@ def widened_differences(
 
 
 def _widened(paired: PairedDifference, comparisons: int) -> PairedDifference:
-    if comparisons == 1:
-        return paired
-    factor = rare_event_factor(comparisons)
     low, _, high = paired.simultaneous_interval(comparisons)
-    if paired.few_differ:
-        rare = paired.interval.stretched(factor)
-        low, high = min(low, rare.low), max(high, rare.high)
     retained = paired.retained
     if retained is not None:
-        stretched = retained.stretched(factor)
+        stretched = retained.stretched(rare_event_factor(comparisons))
         retained = Interval(max(-100.0, stretched.low), stretched.value, min(200.0, stretched.high))
-    return replace(paired, low=max(-100.0, low), high=min(100.0, high), retained=retained)
+    return replace(paired, low=low, high=high, retained=retained)

@@ -17,7 +17,7 @@ import pyarrow as pa
 from headscan.store.records import ArmRecord
 from headscan.store.store import Store
 from headscan.store.tables import TABLES
-from headscan.verdicts.answer_sheets import AnswerSheets, Scope, finished_arms, read_answers
+from headscan.verdicts.answer_sheets import EXPECTED, AnswerSheets, Scope, finished_arms, read_answers
 from headscan.verdicts.paired import Interval, PairedDifference
 from headscan.verdicts.scope_verdicts import RecallVerdict, TaskVerdict, task_verdicts
 
@@ -63,7 +63,7 @@ def rows_of_arm(answers: AnswerSheets, baseline: ArmRecord, arm: ArmRecord) -> l
     """Return the ``arm_verdicts`` rows of an arm, for every scope."""
     rows = []
     for scope in answers.scopes:
-        paired = answers.compare(scope, answers.correct[baseline.arm_id], answers.correct[arm.arm_id])
+        paired = answers.compare(scope, *(answers.answers(scope, each.arm_id) for each in (baseline, arm)))
         rows.append(_verdict_row(arm, scope, paired))
     # Verdicts follow from the numbers of the rows, so that rounding cannot make stored and computed ones differ.
     differences = {Scope(row["task"], row["recall"]): _difference(row) for row in rows}
@@ -82,6 +82,8 @@ def _verdict_columns(scope: Scope, paired: PairedDifference, tasks: Sequence[Tas
     if scope.recall:
         return {}
     columns: dict[str, Any] = {"informative": paired.above_chance}
+    if scope == EXPECTED:
+        return columns | {"failed": paired.shows_loss()}
     if scope.is_benchmark_task:
         return columns | {"failed": any(verdict.failed for verdict in tasks if verdict.task == scope.task)}
     worst = tasks[0]
@@ -99,11 +101,20 @@ def differences_by_arm(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[Scop
 
 
 #: Columns that hold shares, and their fields of `PairedDifference` in percent.
-_SHARES = {"baseline": "baseline", "accuracy": "arm", "difference": "difference", "low": "low", "high": "high"}
+_SHARES = {
+    "baseline": "baseline",
+    "accuracy": "arm",
+    "difference": "difference",
+    "low": "low",
+    "high": "high",
+    "standard_error": "standard_error",
+}
+#: Columns that hold lists of shares, and are fields in percent.
+_ENDS = ("lows", "highs")
 #: Columns that hold shares, and their fields of `PairedDifference.retained` in percent.
 _RETAINED_SHARES = {"retained": "value", "retained_low": "low", "retained_high": "high"}
 #: Columns with the numbers of the fields of the same name.
-_EQUAL_COLUMNS = ("questions", "gained", "lost", "p_value", "texts", "texts_differ", "degrees_of_freedom")
+_EQUAL_COLUMNS = ("questions", "gained", "lost", "p_value", "texts", "texts_differ", "documents")
 
 
 def _verdict_row(arm: ArmRecord, scope: Scope, paired: PairedDifference) -> dict[str, Any]:
@@ -114,6 +125,7 @@ def _verdict_row(arm: ArmRecord, scope: Scope, paired: PairedDifference) -> dict
         "arm_id": arm.arm_id,
         **scope._asdict(),
         **{column: getattr(paired, name) / 100 for column, name in _SHARES.items()},
+        **{name: [end / 100 for end in getattr(paired, name)] for name in _ENDS},
         **{name: getattr(paired, name) for name in _EQUAL_COLUMNS},
         "chance": None if paired.chance is None else paired.chance / 100,
         **{column: getattr(retained, name) / 100 for column, name in _RETAINED_SHARES.items() if retained},
@@ -125,6 +137,7 @@ def _difference(row: Mapping[str, Any]) -> PairedDifference:
     retained = {name: 100 * row[column] for column, name in _RETAINED_SHARES.items() if row[column] is not None}
     return PairedDifference(
         **{name: 100 * row[column] for column, name in _SHARES.items()},
+        **{name: tuple(100 * end for end in row[name]) for name in _ENDS},
         **{name: row[name] for name in _EQUAL_COLUMNS},
         retained=Interval(**retained) if retained else None,
         chance=None if row["chance"] is None else 100 * row["chance"],

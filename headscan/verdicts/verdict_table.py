@@ -8,7 +8,7 @@ from html import escape
 from headscan.store.tables import ACCURACY, LOSS
 from headscan.store.verdict_limits import limits_words
 from headscan.text_tables import html_table, text_table
-from headscan.verdicts.arm_verdict import ArmVerdict
+from headscan.verdicts.arm_verdict import EXPECTED_ACCURACY, ArmVerdict
 
 
 def verdict_text(arms: Iterable[ArmVerdict]) -> str:
@@ -41,7 +41,7 @@ def verdict_notes(arms: Sequence[ArmVerdict]) -> str:
             lines.append(f"{arm.name}: {'; '.join(filter(None, notes))}")
     judged = [arm for arm in arms if arm.accuracy is not None]
     loss_limits = (arm.max_loss for arm in judged for measure in arm.metrics if measure.metric == LOSS)
-    limits = limits_words(next(loss_limits, None)) if judged else ""
+    limits = limits_words(next(loss_limits, None), judged[0].max_points) if judged else ""
     return "\n\n".join(filter(None, ["\n".join(lines), limits]))
 
 
@@ -71,6 +71,8 @@ def _arm_cells(verdict: ArmVerdict) -> dict[str, str]:
     cells = {"arm": verdict.name, "heads": "" if (size := verdict.arm.size) is None else f"{size:.1%}"}
     if (accuracy := verdict.value(ACCURACY)) is not None:
         cells["accuracy"] = accuracy.words(1)
+    if (expected := verdict.value(EXPECTED_ACCURACY)) is not None:
+        cells["expected"] = expected.words(1)
     if (loss := verdict.value(LOSS)) is not None:
         cells["loss"] = loss.words(4)
     cells |= {each.family: each.numbers() for each in verdict.judged_recall}

@@ -18,17 +18,10 @@ from tests.stores import begin_arm, copy_store
 
 
 def compare(
-    baseline: np.ndarray,
-    arm: np.ndarray,
-    strata: np.ndarray | None = None,
-    texts: np.ndarray | None = None,
-    *,
-    resamples: int = 2000,
+    baseline: np.ndarray, arm: np.ndarray, strata: np.ndarray | None = None, texts: np.ndarray | None = None
 ) -> paired.PairedDifference:
     """Compare answers to questions of tasks (strata) and texts."""
-    return paired.paired_difference(
-        baseline, arm, paired.QuestionClusters(len(arm), strata, texts), resamples=resamples
-    )
+    return paired.paired_difference(baseline, arm, paired.QuestionClusters(len(arm), strata, texts))
 
 
 SEQUENCES, LAYERS, HEADS, GROUP = 23, 3, 4, 2

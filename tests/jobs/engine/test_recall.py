@@ -366,11 +366,11 @@ def test_a_third_family_costs_an_entry_and_a_generator(monkeypatch: pytest.Monke
     assert recall_series(tokenizer, 257, 4, 0)["parrot"] == (((0, 2**33, *range(255)), (255, 256)),) * 4
 
     kept = Interval(91.0, 99.0, 107.0)
-    paired = PairedDifference(400, 100, 80.0, 80.0, 0.0, -1.0, 1.0, 4, 4, 1.0, 8, 99, retained=kept)
+    paired = PairedDifference(400, 100, 80.0, 80.0, 0.0, -1.0, 1.0, (), (), 0.5, 4, 4, 1.0, 8, retained=kept)
     loss = Increase("nats per token", 10, 0.0, -0.01, 0.01)
     share = ShareVerdict("arm", 0.1, loss, Outcome.SAFE, "safe", recall=(RecallVerdict("parrot", paired),))
     saving = Saving(ABLATED, (share,), (("arm", 0.1),), units=10)
-    answer = StudyAnswer("m", "c", 1, 10, 100, 10, 64, 0.05, (saving,), {"arm": loss}, "r", "s", 1.0)
+    answer = StudyAnswer("m", "c", 1, 10, 100, 10, 64, 0.05, 1.0, (saving,), {"arm": loss}, "r", "s", 1.0)
     assert re.search(r"needles +copying +parrots +verdict", str(answer)) and "99 % [91 %, 107 %]" in str(answer)
     assert answer._repr_html_() == f'<pre style="white-space: pre">{answer}</pre>'
 

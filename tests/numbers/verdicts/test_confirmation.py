@@ -148,41 +148,22 @@ def test_a_safe_arm_is_found() -> None:
 # What judging again and again costs
 
 
-@pytest.mark.parametrize(("arms", "before"), [(1, 0.025), (5, 0.118), (20, 0.39)])
+@pytest.mark.parametrize(("arms", "before"), [(1, 0.025), (5, 0.118), pytest.param(20, 0.39, marks=pytest.mark.slow)])
 def test_arms_that_share_a_half_share_the_error_of_one(arms: int, before: float) -> None:
     """Arms that all truly lose one point are judged on one half; one of them is called safe in 2.5 % of cases."""
-    rng = np.random.default_rng(0)
-    questions, sweeps = 20_000, 2000
-    gained, lost = np.moveaxis(rng.multinomial(questions, [0.015, 0.025, 0.96], size=(sweeps, arms)), -1, 0)[:2]
-    low = _low(gained, lost, questions)
-    assert (low > -MARGIN).any(axis=1).mean() == pytest.approx(before, abs=0.03)
-    passed = np.zeros(low.shape, bool)
-    for place in np.ndindex(low.shape):
-        paired = _paired(questions, int(gained[place]), int(lost[place]), float(low[place]))
-        passed[place] = _widened(BENCHMARK, paired, arms).low > -MARGIN
-    assert passed.any(axis=1).mean() <= 0.025 + 0.008
+    rng, sweeps = np.random.default_rng(0), 200
+    alone, shared = np.zeros((2, sweeps, arms), bool)
+    for place in np.ndindex(sweeps, arms):
+        delta = rng.choice([-1, 0, 1], 4000, p=[0.025, 0.96, 0.015])
+        paired = compare(delta < 0, delta > 0)
+        alone[place] = paired.low > -MARGIN
+        shared[place] = _widened(BENCHMARK, paired, arms).low > -MARGIN
+    assert alone.any(axis=1).mean() == pytest.approx(before, abs=0.06)
+    assert shared.any(axis=1).mean() <= 0.025 + 0.02
 
 
 def _widened(scope: Scope, paired: PairedDifference, comparisons: int) -> PairedDifference:
     return widened_differences({scope: paired}, comparisons, comparisons)[scope]
-
-
-def _paired(questions: int, gained: int, lost: int, low: float) -> PairedDifference:
-    difference = 100 * (gained - lost) / questions
-    return PairedDifference(
-        questions,
-        questions,
-        75.0,
-        75.0 + difference,
-        difference,
-        low,
-        2 * difference - low,
-        gained,
-        lost,
-        1.0,
-        texts_differ=gained + lost,
-        degrees_of_freedom=questions - 1,
-    )
 
 
 @pytest.mark.parametrize("comparisons", [1, 2, 5, 20])
@@ -193,7 +174,7 @@ def test_few_differing_answers_are_widened_enough(comparisons: int) -> None:
         chance = 0.0
         for lost in range(questions):
             delta = np.arange(questions) < lost
-            paired = compare(np.ones(questions), 1.0 - delta, resamples=50)
+            paired = compare(np.ones(questions), 1.0 - delta)
             if _widened(BENCHMARK, paired, comparisons).low <= -MARGIN:
                 break
             chance += stats.binom.pmf(lost, questions, MARGIN / 100)
@@ -207,7 +188,7 @@ def test_recall_of_identical_answers_is_widened_enough(comparisons: int) -> None
     for texts in range(20, 120):
         answers = np.ones(texts)
         kept = retained_share(answers, answers, np.arange(texts), 0.0)
-        paired = replace(_paired(texts, 0, 0, -1.0), retained=kept)
+        paired = replace(compare(answers, answers), retained=kept)
         wide = _widened(Scope("copying", True), paired, comparisons).retained
         assert wide is not None
         if wide.low >= MIN_RETAINED:
@@ -224,7 +205,7 @@ def test_a_loss_of_recall_in_points_is_widened() -> None:
     paired = replace(compare(baseline, arm, texts=texts), retained=retained_share(baseline, arm, texts, 0.0))
     one, five = (RecallVerdict("copying", _widened(scope, paired, count)) for count in (1, 5))
     assert paired.retained is not None and paired.retained.high > MIN_RETAINED
-    assert one.paired == paired and one.failed and not five.failed
+    assert one.paired.interval == paired.interval and one.failed and not five.failed
     assert five.paired.interval == pytest.approx(paired.simultaneous_interval(5))
 
 
@@ -237,7 +218,7 @@ def test_kinds_that_share_recall_questions_share_the_error_of_a_loss(comparisons
         arms = []
         for _ in range(comparisons):
             delta = rng.choice([-1, 0, 1], 800, p=[0.05, 0.91, 0.04])
-            paired = compare(delta < 0, delta > 0, texts=texts, resamples=100)
+            paired = compare(delta < 0, delta > 0, texts=texts)
             arms.append(replace(paired, baseline=80.0, retained=Interval(80, 95, 110)))
         for count in lost:
             verdicts = (RecallVerdict("copying", _widened(scope, paired, count)) for paired in arms)

@@ -31,7 +31,7 @@ def walk(rng: np.random.Generator, gained: np.ndarray, lost: np.ndarray, questio
     found: list[ShareVerdict] = []
     for share, win, lose in zip(SHARES, gained, lost, strict=True):
         arm = np.where(right, unlucky >= lose / 0.75, lucky < win / 0.25)
-        paired = compare(right.astype(float), arm.astype(float), resamples=200)
+        paired = compare(right.astype(float), arm.astype(float))
         of_arm = ArmRecord(name=f"arm {share}", kind=ArmKind.MASK, ablated_share=share, share=share)
         outcome = arm_verdict(of_arm, {BENCHMARK: paired}, comparisons=comparisons)
         found.append(share_verdict(outcome, share))
@@ -70,7 +70,8 @@ def test_more_questions_find_larger_shares_and_never_too_large_ones() -> None:
 @pytest.mark.parametrize("texts", [20, 64])
 def test_the_loss_of_a_harmless_share_is_rarely_shown_to_exceed_its_limit(texts: int) -> None:
     """Skewed differences with a true mean at the limit: at most 2.5 % of runs drop the share, and for three kinds less.
-    A share whose differences deviate by 0.05 nats is shown to be below 0.05 with 64 texts.
+    A share without a loss whose differences deviate by 0.05 nats is shown to be below 0.05 in half of the cases with
+    20 texts, and nearly always with 64.
     """
     rng = np.random.default_rng(texts)
     sizes, documents, draws = np.full(texts, 255.0), np.arange(texts), 600
@@ -87,7 +88,7 @@ def test_the_loss_of_a_harmless_share_is_rarely_shown_to_exceed_its_limit(texts:
         below += calm.high < 0.05
     assert dropped[1] / draws <= 0.025 + 0.013
     assert dropped[3] / draws <= 0.025 / 3 + 0.01
-    assert below / draws > 0.88
+    assert below / draws > (0.4 if texts == 20 else 0.95)
 
 
 def normal(rng: np.random.Generator, texts: int) -> np.ndarray:
@@ -104,13 +105,7 @@ def few_gain_most(rng: np.random.Generator, texts: int) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("of_texts", "texts", "most"),
-    [
-        (normal, 20, 0.025),
-        (few_gain_most, 20, 0.025),
-        # Of few texts, those that lose most are often missing, which no interval shows.
-        (few_lose_most, 20, 0.065),
-        (few_lose_most, 64, 0.045),
-    ],
+    [(normal, 20, 0.012), (few_gain_most, 20, 0.012), (few_lose_most, 20, 0.012), (few_lose_most, 64, 0.012)],
 )
 def test_a_loss_at_its_limit_is_rarely_shown_to_be_within_it(
     of_texts: Callable[[np.random.Generator, int], np.ndarray], texts: int, most: float
@@ -162,7 +157,7 @@ def test_the_texts_that_are_said_to_be_enough_are() -> None:
                 RATES["loss"], np.zeros(needed), -rises * sizes, sizes, np.arange(needed), comparisons=comparisons
             )
             shown[comparisons] += loss.high <= 0.05
-    assert all(0.75 <= number / draws <= 0.95 for number in shown.values())
+    assert all(0.68 <= number / draws <= 0.95 for number in shown.values())
 
 
 def outcome(paired: PairedDifference, loss: Increase | None = None) -> ShareVerdict:

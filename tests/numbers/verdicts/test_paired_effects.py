@@ -21,7 +21,7 @@ from headscan.verdicts.head_effects import (
     halves,
     q_values,
 )
-from headscan.verdicts.metrics import _RESAMPLES, _tail, ratio_with_error, resample_weights, studentised
+from headscan.verdicts.ratio_estimates import _RESAMPLES, _tail, ratio_with_error, resample_weights, studentised
 
 
 def outcomes(metric: str, baseline: np.ndarray, sizes: np.ndarray | None = None) -> PairedOutcomes:

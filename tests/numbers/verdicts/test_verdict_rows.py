@@ -66,7 +66,8 @@ def test_every_scope_is_compared_within_its_tasks(run: tuple[Store, str]) -> Non
         *pair, _, _ = astuple(compare(*answers, tasks, texts))
         *numbers, share, chance = astuple(found[scope])
         assert chance == (None if scope.recall else 50)
-        assert numbers == pytest.approx(pair), scope
+        flat, own = (np.hstack([*map(np.ravel, each)]) for each in (numbers, pair))
+        assert flat == pytest.approx(own), scope
         assert (share is not None) is (scope == Scope("copying", True))
         if share is not None:
             own_text = 1000 * np.unique(tasks, return_inverse=True)[1] + texts
@@ -200,7 +201,7 @@ def _subjects(rng: np.random.Generator, loss: float) -> dict[Scope, PairedDiffer
     scopes = {}
     for number, questions in enumerate(SIZES):
         drawn = rng.choice([-1, 0, 1], questions, p=[0.07 + loss / 2, 0.86, 0.07 - loss / 2])
-        scopes[Scope(f"subject {number}", False)] = compare(drawn < 0, drawn > 0, resamples=200)
+        scopes[Scope(f"subject {number}", False)] = compare(drawn < 0, drawn > 0)
     return scopes
 
 
@@ -214,7 +215,7 @@ def test_of_57_subjects_none_fails_by_chance(loss: float) -> None:
         verdicts = task_verdicts(_subjects(rng, loss))
         plain += any(verdict.paired.high < -1 for verdict in verdicts)
         widened += any(verdict.failed for verdict in verdicts)
-    assert plain >= 10
+    assert plain >= 6
     assert widened <= 2
 
 
@@ -234,8 +235,11 @@ def test_the_clearest_loss_comes_first_and_one_task_keeps_its_interval() -> None
 
 def test_the_widened_interval_is_bonferronis() -> None:
     """Of a difference with a normal error: 1.96 standard errors become 3.33 for 57 tasks."""
-    paired = PairedDifference(1000, 1000, 70.0, 65.0, -5.0, -5.0 - 1.96, -5.0 + 1.96, 0, 0, 1.0, 0, 999)
-    assert paired.simultaneous_interval(57) == pytest.approx((-5 - 3.327, -5, -5 + 3.327), abs=0.01)
+    delta = np.random.default_rng(0).choice([-1, 0, 1], 10_000, p=[0.3, 0.45, 0.25])
+    paired = compare(delta < 0, delta > 0)
+    low, value, high = paired.simultaneous_interval(57)
+    error = paired.standard_error
+    assert ((value - low) / error, (high - value) / error) == pytest.approx((3.327, 3.327), abs=0.08)
 
 
 @pytest.mark.parametrize(("questions", "tasks"), [(100, 57), (40, 2), (1000, 57)])
@@ -247,7 +251,7 @@ def test_the_least_visible_loss_is_seen_in_four_of_five_cases(questions: int, ta
         found = 0
         for _ in range(200):
             lost = rng.random(questions) < loss / 100
-            paired = compare(np.ones(questions), ~lost, resamples=300)
+            paired = compare(np.ones(questions), ~lost)
             found += paired.simultaneous_interval(tasks).high < -1
         return found / 200
 

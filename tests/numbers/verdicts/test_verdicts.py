@@ -69,8 +69,8 @@ def test_a_verdict_follows_the_interval_and_the_controls(evaluate: Evaluate) -> 
     assert [w.split(" ")[0] for w in words] == ["harmless", "unclear", "costly"]
     assert words[0] == (
         "harmless (10.0% of heads ablated): safe within one point; recall is unknown. Accuracy 74.80 % against"
-        " 75.00 % on 1000 questions: -0.20 points [-0.73, +0.18], p = 0.5. Worst of 2 tasks and groups, with an"
-        " interval widened for their number: b: -0.40 points [-1.60, +0.48]; the smallest, of 500 questions, shows"
+        " 75.00 % on 1000 questions: -0.20 points [-0.72, +0.23], p = 0.5. Worst of 2 tasks and groups, with an"
+        " interval widened for their number: b: -0.40 points [-1.62, +0.61]; the smallest, of 500 questions, shows"
         " losses from about 4 points. Recall was not tested. Of 2 random choices with"
         " as many heads, 2 lose more accuracy (-10.00 to -6.00 points); at least 19 are needed to show a"
         " better choice of heads than chance."
@@ -88,7 +88,7 @@ def test_a_task_that_is_lost_fails_an_arm_whose_pooled_accuracy_is_kept(evaluate
     arm[np.flatnonzero(baseline[:1319])[:106]] = 0
     store, run_id = evaluate(tasks, {"baseline": ("baseline", baseline, 0.0, {}), "ten": ("mask", arm, 0.1, {})})
     (ten,) = judge(store, run_id).arms
-    assert ten.paired.low > -1 and ten.paired.can_show_safety
+    assert ten.paired.low > -1
     assert not ten.keeps_accuracy and not ten.is_safe
     (lost,) = ten.tasks_lost
     assert lost.task == "gsm8k" and lost.paired.difference == pytest.approx(-8.04, abs=0.01)
@@ -202,10 +202,10 @@ def test_few_questions_prove_nothing(evaluate: Evaluate) -> None:
     assert arm.paired.difference == 0 and not arm.is_safe
     words = arm.sentence()
     assert "not shown to be safe: too few questions (200): an arm that loses nothing and changes 0.0 % of the" in words
-    assert "answers needs about 390. Accuracy" in words
+    assert "answers needs about 370. Accuracy" in words
 
 
-@pytest.mark.parametrize(("questions", "safe"), [(380, False), (381, True)])
+@pytest.mark.parametrize(("questions", "safe"), [(367, False), (368, True)])
 def test_the_required_number_of_questions_is_enough(evaluate: Evaluate, questions: int, safe: bool) -> None:
     same = BASELINE[:questions]
     arms = {"baseline": ("baseline", same, 0.0, {}), "same": ("mask", same, 0.1, {})}
@@ -437,13 +437,12 @@ def test_rows_of_json_have_the_outcome_and_its_reason(evaluate: Evaluate) -> Non
 
 
 def test_the_reason_of_an_open_verdict_is_the_true_one() -> None:
-    """Partial credit on few questions: a small drop is shown, and it is below one point."""
-    drop = np.tile([0.004, 0.006], 150)
-    paired = compare(np.full(300, 0.8), 0.8 - drop)
-    assert -1 < paired.low < paired.high < 0
+    """300 questions of which none changes could lose more than a point; those that lose some are open."""
+    paired = compare(np.full(300, 0.8), np.full(300, 0.8))
     arm = ArmVerdict(arm=_MASK, accuracy=paired)
-    assert arm.outcome is Outcome.NOT_SHOWN and arm.why.startswith("needs about 3")
-    assert replace(arm, accuracy=replace(paired, low=-1.5)).why.startswith("may lose more than one point")
+    assert arm.outcome is Outcome.NOT_SHOWN and arm.why.startswith("needs about 370 questions")
+    drop = replace(paired, low=-1.5, high=-0.1, difference=-0.8)
+    assert replace(arm, accuracy=drop).why.startswith("may lose more than one point")
     assert replace(arm, accuracy=replace(paired, chance=78.0)).why.startswith("the model itself is at or near chance")
 
 
@@ -463,7 +462,7 @@ def test_too_few_questions_are_named_only_if_more_could_settle_everything() -> N
     kept = replace(arm, accuracy=compare(right, right))
     assert (kept.why, kept.label) == ("needs about 332 needle questions", "too few questions")
     few = replace(kept, accuracy=compare(right[:300], right[:300]))
-    assert [gap.needed for gap in few.decision.gaps] == [381, 332] and few.label == "too few questions"
+    assert [gap.needed for gap in few.decision.gaps] == [368, 332] and few.label == "too few questions"
     assert replace(few, recall=(replace(recall, judging_share=0.75),)).decision.gaps[1].needed == 443
     # More needles than an arm without loss needs, and still not shown to be kept.
     many = replace(recall, paired=replace(asked, questions=400, retained=Interval(85.0, 92.0, 99.0)))
@@ -494,7 +493,8 @@ def test_the_table_of_a_terminal_has_the_numbers_and_says_what_is_missing(evalua
     assert "harmless: recall is unknown: it was not asked\n" in text
     assert text.endswith("less than 90 % of recall is shown")
     assert (
-        "at least 90 % of recall is shown to be left, and no loss of more than 1 point of its answers is shown" in text
+        "at least 90 % of recall is left; a loss of the recall answers counts against it if more than 1 point is shown"
+        in text
     )
     unfinished = replace(verdict, unfinished=1)
     assert str(unfinished) == f"5 of 6 arms finished\n\n{text}"
