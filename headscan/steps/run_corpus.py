@@ -31,6 +31,7 @@ from headscan.steps.scan import Part
 from headscan.store.records import RunKind, RunRecord, ShardRecord, ShardToWrite
 from headscan.store.store import Store
 from headscan.texts import CorpusReport, Shard, TokenSequence, open_corpus, sequences, shards
+from headscan.texts.drawing import DRAWN
 
 S = TypeVar("S", bound=Shard)
 
@@ -116,6 +117,7 @@ def run_corpus(
         "dtype": config.model.dtype,
         "corpus": corpus_fingerprint,
         "tokens": asdict(tokens),
+        **({} if tokens.limit_sequences is None else {"reading": DRAWN}),
         **measurement.identity_settings,
         "batch_tokens": run.batch_tokens,
     }
@@ -133,10 +135,13 @@ def run_corpus(
     corpus_shards = shards(sequences(corpus, identity.tokenizer, tokens, report), shard_size=shard_size)
     all_shards = _with_prompts(corpus_shards, list(prompts), shard_size)
     first_shards, has_more_shards = _read_ahead(all_shards)
+    if report.drawn is not None:
+        run.say(f"reads {report.total()}")
     if tokens.mode == "truncate" and report.truncated:
-        extent = "the first " if has_more_shards or report.stopped_at_limit else ""
+        extent = "the first " if has_more_shards else ""
+        documents = report.documents if report.drawn is None else report.drawn.documents
         run.say(
-            f"{report.truncated:,} of {extent}{report.documents:,} documents exceed {tokens.longest:,} "
+            f"{report.truncated:,} of {extent}{documents:,} documents exceed {tokens.longest:,} "
             "tokens: only their beginnings are measured; the mode chunk measures all of them"
         )
     total_shards = total_sequences = None
