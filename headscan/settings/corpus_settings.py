@@ -161,7 +161,7 @@ class ExamplesSpec:
     ``.parquet``) and JSON objects (``.jsonl``, ``.json``).
 
     Attributes:
-        limit: Number of examples from the beginning; None reads all.
+        limit: Number of examples, drawn by a hash; None reads all.
         text_columns: The column of the text, or the two of a pair in the order in which the model reads them; None
             finds them by their names.
         label_column: None finds it by its name.
@@ -178,7 +178,7 @@ class ExamplesSpec:
         ),
     ]
     limit: Annotated[
-        int | None, Option("maximum number of examples (default: all)", flag="--limit-examples", least=1)
+        int | None, Option("number of examples, drawn by a hash (default: all)", flag="--limit-examples", least=1)
     ] = None
     text_columns: Annotated[
         tuple[str, ...] | None,

@@ -166,6 +166,12 @@ class Draw:
                 return
 
 
+def draw_items(texts: Iterable[str], count: int | None) -> list[int]:
+    """Return the numbers of ``count`` texts, ascending, that a hash draws; None takes all. Copies come last."""
+    keys = np.array([content_key(text) for text in texts], dtype=np.int64)
+    return sorted(_order(keys, np.zeros_like(keys))[:count].tolist())
+
+
 def _order(keys: np.ndarray, files: np.ndarray) -> np.ndarray:
     """Return the order of a draw from the hashes and files of blocks."""
     by_key = np.argsort(keys, kind="stable")

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from headscan.runs.model_identity import ModelIdentity
 from headscan.settings.evaluation_settings import HarnessError, RecallError, RecallQuestions, TaskConfig
 from headscan.store.tables import TABLES
 from headscan.texts import CorpusError
+from headscan.texts.drawing import draw_items
 from headscan.texts.harness import HeadscanLM, quiet_harness
 from headscan.texts.held_out_text import HeldOutText, likelihood_of
 from headscan.texts.prefix_tree import tokens_read_once
@@ -210,6 +210,14 @@ class Tasks:
                 task.set_config("num_fewshot", task_examples if config.num_fewshot is None else config.num_fewshot)
             task.set_fewshot_seed(seed=_FEWSHOT_SEED)
 
+    @cached_property
+    def _drawn(self) -> dict[str, list[int]]:
+        """The numbers of each task's questions that a hash of their content draws; empty without a limit."""
+        limit = self._config.limit
+        if limit is None:
+            return {}
+        return {name: draw_items(map(_content, task.eval_docs), limit) for name, task in self._loaded["tasks"].items()}
+
     @property
     def notes(self) -> list[str]:
         tasks = self._without_examples
@@ -235,8 +243,10 @@ class Tasks:
         for name, task in sorted(self._loaded["tasks"].items()):
             grading = {key: getattr(task.config, key, None) for key in _GRADING}
             digest.update(json.dumps([name, grading], sort_keys=True, default=_source).encode())
-            for question in islice(task.eval_docs, self._config.limit):
-                digest.update(json.dumps(question, sort_keys=True, default=str).encode())
+            chosen = self._drawn.get(name)
+            for number, question in enumerate(task.eval_docs):
+                if chosen is None or number in chosen:
+                    digest.update(_content(question).encode())
         return digest.hexdigest()
 
     def collect(self, adapter: HeadscanLM) -> None:
@@ -248,7 +258,7 @@ class Tasks:
                 raise HarnessError(f"task {name} {what}, but only text tasks are supported. Use another task")
             with quiet_harness(), _named_failure(f"the requests of {name} cannot be made"):
                 task.build_all_requests(
-                    limit=self._config.limit,
+                    samples=self._drawn.get(name),
                     rank=adapter.rank,
                     world_size=adapter.world_size,
                     apply_chat_template=self._config.apply_chat_template,
@@ -296,13 +306,18 @@ class Tasks:
             output: Any = run_tasks(
                 lm=adapter,
                 task_dict=self._loaded,
-                limit=self._config.limit,
+                samples=self._drawn or None,
                 bootstrap_iters=_BOOTSTRAP,
                 log_samples=True,
                 apply_chat_template=self._config.apply_chat_template,
                 fewshot_as_multiturn=self._config.multiturn,
             )
         return TaskResults(answer_table(output["samples"], self._loaded["tasks"]), _result_table(output))
+
+
+def _content(question: Any) -> str:
+    """Return the content of a question, by which it is drawn and known."""
+    return json.dumps(question, sort_keys=True, default=str)
 
 
 def _unknown_task(name: str, task_names: Set[str], include_path: str | None) -> HarnessError:
