@@ -58,6 +58,11 @@ class StudyTexts:
     def judged_files(self) -> list[Path]:
         return sorted((self.folder / _JUDGE).glob("*.txt"))
 
+    @property
+    def other_files(self) -> list[Path]:
+        """Files that measure or choose."""
+        return sorted(file for part in (_MEASURE, _CHOOSE) for file in (self.folder / part).glob("*.txt"))
+
 
 class _Text(NamedTuple):
     """A document."""

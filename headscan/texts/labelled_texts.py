@@ -22,6 +22,7 @@ from headscan.models.token_batches import pad
 from headscan.runs.model_identity import ModelIdentity, fingerprint
 from headscan.settings.corpus_settings import CorpusError, ExampleError, ExamplesSpec, longest_text
 from headscan.texts.documents import decoded
+from headscan.texts.drawing import draw_items
 
 #: Columns of one text, and of the two texts of a pair, in the order in which the model reads them.
 TEXT_COLUMNS = ("text", "sentence", "source")

@@ -28,6 +28,7 @@ from headscan.texts.harness import HeadscanLM, quiet_harness
 from headscan.texts.held_out_text import HeldOutText, likelihood_of
 from headscan.texts.prefix_tree import tokens_read_once
 from headscan.texts.recall_tasks import RecallQuestion, grade, recall_questions
+from headscan.texts.shared_runs import MOST_SHARED, RUN, shares_with
 from headscan.texts.token_requests import GenerationRequest, LogLikelihood, Request, request_hash
 from headscan.verdicts.answer_sheets import CLOZE_SUFFIX
 
@@ -243,11 +244,14 @@ class Tasks:
         for name, task in sorted(self._loaded["tasks"].items()):
             grading = {key: getattr(task.config, key, None) for key in _GRADING}
             digest.update(json.dumps([name, grading], sort_keys=True, default=_source).encode())
-            chosen = self._drawn.get(name)
-            for number, question in enumerate(task.eval_docs):
-                if chosen is None or number in chosen:
-                    digest.update(_content(question).encode())
+            for question in self._contents(name):
+                digest.update(question.encode())
         return digest.hexdigest()
+
+    def _contents(self, name: str) -> list[str]:
+        """Return the contents of a task's questions that are asked."""
+        every = [_content(question) for question in self._loaded["tasks"][name].eval_docs]
+        return [every[number] for number in self._drawn[name]] if self._drawn else every
 
     def collect(self, adapter: HeadscanLM) -> None:
         """Build all requests and pass them to the adapter, which collects them."""
@@ -291,6 +295,20 @@ class Tasks:
             name: sum(1 for _ in task.eval_docs) for name, task in self._loaded["tasks"].items() if _is_graded(task)
         }
 
+    def overlap(self, texts: Sequence[str], what: str) -> str:
+        """Return in a sentence how many questions are partly in texts, which ``what`` describes."""
+        questions = [
+            "\n".join(_strings(json.loads(question)))
+            for name in self._loaded["tasks"]
+            for question in self._contents(name)
+        ]
+        shares = shares_with(questions, texts)
+        return (
+            f"{(shares > MOST_SHARED).sum():,} of {len(questions):,} questions of {', '.join(self._config.names)} have"
+            f" more than {MOST_SHARED:.0%} of their runs of {RUN} words in {what} (at most"
+            f" {shares.max(initial=0.0):.1%})"
+        )
+
     def results(self, adapter: HeadscanLM, responses: Mapping[str, LogLikelihood | str]) -> TaskResults:
         if not self._config.names:
             return TaskResults(answer_table({}, {}), _result_table({"results": {}}))
@@ -318,6 +336,15 @@ class Tasks:
 def _content(question: Any) -> str:
     """Return the content of a question, by which it is drawn and known."""
     return json.dumps(question, sort_keys=True, default=str)
+
+
+def _strings(content: Any) -> Iterator[str]:
+    """Yield all strings of JSON data."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict | list):
+        for value in content.values() if isinstance(content, dict) else content:
+            yield from _strings(value)
 
 
 def _unknown_task(name: str, task_names: Set[str], include_path: str | None) -> HarnessError:
