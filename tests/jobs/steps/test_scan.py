@@ -177,6 +177,40 @@ def test_cut_documents_are_counted_among_those_that_were_read(
         assert line.startswith(f"{result.report.truncated} of 10 documents")
 
 
+def test_a_limit_draws_from_all_files_and_says_so(config: Scan, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    few = dataclasses.replace(config, tokens=TokenConfig(40, limit_sequences=4), shard_size=1, statistics=("entropy",))
+    first = run(few, store, say=said.append)
+    assert any(
+        re.fullmatch(
+            r"reads 4 sequences, \d+ tokens, drawn from 4 of 10 documents in 4 of 10 files by a hash of the text", line
+        )
+        for line in said
+    )
+    rows = store.query(
+        "select source, sequence, content_hash from sequences where run_id = ? order by 2", [first.run_id]
+    )
+    assert (
+        rows["source"].to_pylist() != ["00.txt", "01.txt", "02.txt", "03.txt"]
+        and len(set(rows["source"].to_pylist())) == 4
+    )
+    # A begun scan keeps its order: what is missing is measured, and the rows are those of an undivided scan.
+    with store.connect() as connection:
+        connection.execute("delete from shards where shard in (1, 2)")
+        connection.execute("delete from sequences where sequence in (1, 2)")
+        connection.execute("delete from head_statistics where sequence in (1, 2)")
+        connection.execute("update runs set status = 'running'")
+    again = run(few, store)
+    assert (again.run_id, again.measured, again.skipped) == (first.run_id, 2, 2)
+    assert store.query(
+        "select source, sequence, content_hash from sequences where run_id = ? order by 2", [first.run_id]
+    ).equals(rows)
+    assert run(few, store).already_done
+    # Another way of drawing is another run.
+    monkeypatch.setattr("headscan.steps.run_corpus.DRAWN", "in another way")
+    assert run(few, store).run_id != first.run_id
+
+
 def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: Scan, store: Store) -> None:
     first = run(config, store)
     again = run(config, store, lambda _: pytest.fail("a finished scan opened a pool"))
