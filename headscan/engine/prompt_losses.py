@@ -27,8 +27,9 @@ from headscan.runs.ledger import measured
 from headscan.runs.model_identity import ModelIdentity
 from headscan.runs.progress import Progress
 from headscan.settings.evaluation_settings import RecallQuestions
-from headscan.texts import CorpusSpec, TokenConfig, open_corpus, sequences
+from headscan.texts import CorpusSpec
 from headscan.texts.recall_tasks import recall_questions
+from headscan.texts.sequences import read_spread
 from headscan.texts.token_requests import LogLikelihood, Request, Responses
 from headscan.windows import KeptKeys
 
@@ -36,9 +37,6 @@ T = TypeVar("T")
 
 #: Most requests of one item of work.
 _REQUESTS = 16
-
-#: Sequences read from a corpus for each one that is used: the used ones are spread evenly over them.
-_SPREAD = 16
 
 #: Smallest share of answer tokens that the full cache gets right. Below it, a task says nothing about the heads.
 _ABLE = 0.1
@@ -77,7 +75,7 @@ class Prompts:
 
 
 def text_prompts(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count: int, longer_than: int) -> Prompts:
-    """Return up to ``count`` texts of a corpus, spread over its beginning. Texts up to ``longer_than`` tokens, the
+    """Return up to ``count`` texts of a corpus, drawn from all its files. Texts up to ``longer_than`` tokens, the
     length of the window, show no damage and are left out.
     """
     if tokens <= longer_than:
@@ -85,16 +83,14 @@ def text_prompts(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count
             f"`max_tokens={tokens}` (at least {longer_than + 1}, one more than sink and recent). Raise `max_tokens`, "
             "or lower `recent`"
         )
-    config = TokenConfig(tokens, mode="chunk", min_tokens=longer_than + 1, limit_sequences=count * _SPREAD)
-    rows = [each.ids.tolist() for each in sequences(open_corpus(corpus), identity.tokenizer, config)]
+    texts = read_spread(corpus, identity.tokenizer, tokens, count, shortest=longer_than + 1)
+    rows = [text.ids.tolist() for text in texts]
     if len(rows) < 2:
         raise SequenceError(
             f"texts of {corpus.name} longer than {longer_than} tokens of sink and recent: {len(rows)} (at least 2). "
             "Choose another corpus, or lower `recent`"
         )
-    count = min(count, len(rows))
-    chosen = [rows[i * len(rows) // count] for i in range(count)]
-    return Prompts("text", corpus.name, tuple(Request(tuple(ids), len(ids) - 1) for ids in chosen))
+    return Prompts("text", corpus.name, tuple(Request(tuple(ids), len(ids) - 1) for ids in rows))
 
 
 def recall_prompts(identity: ModelIdentity, tokens: int, count: int, seed: int) -> list[Prompts]:

@@ -56,7 +56,7 @@ class CorpusSpec:
     revision: Annotated[
         str | None, Option("commit of a hub data set (default: the newest)", flag="--corpus-revision")
     ] = None
-    limit_documents: Annotated[int | None, Option("maximum number of documents (default: all)", least=1)] = None
+    limit_documents: Annotated[int | None, Option("number of documents, the first ones (default: all)", least=1)] = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", os.fspath(self.name))
@@ -79,6 +79,7 @@ class TokenConfig:
         bos: ``auto`` adds the special tokens that the tokenizer puts around a text. ``always`` adds BOS before every
             sequence and no other special token. ``never`` adds none.
         min_tokens: Shortest sequence, in tokens, special tokens included; shorter ones are counted and dropped.
+        limit_sequences: Number of sequences that are drawn from all files; None reads all.
     """
 
     max_tokens: Annotated[
@@ -93,7 +94,9 @@ class TokenConfig:
     ] = "truncate"
     bos: Annotated[BosPolicy, Option("BOS token before each sequence; auto follows the tokenizer")] = "auto"
     min_tokens: Annotated[int, Option("minimum sequence length in tokens", least=1)] = 2
-    limit_sequences: Annotated[int | None, Option("maximum number of sequences (default: all)", least=1)] = None
+    limit_sequences: Annotated[
+        int | None, Option("number of sequences, drawn from all files by a hash of their text (default: all)", least=1)
+    ] = None
 
     def __post_init__(self) -> None:
         check_limits(self, CorpusError)
@@ -155,7 +158,7 @@ class ExamplesSpec:
     ``.parquet``) and JSON objects (``.jsonl``, ``.json``).
 
     Attributes:
-        limit: Number of examples from the beginning; None reads all.
+        limit: Number of examples, drawn by a hash; None reads all.
         text_columns: The column of the text, or the two of a pair in the order in which the model reads them; None
             finds them by their names.
         label_column: None finds it by its name.
@@ -172,7 +175,7 @@ class ExamplesSpec:
         ),
     ]
     limit: Annotated[
-        int | None, Option("maximum number of examples (default: all)", flag="--limit-examples", least=1)
+        int | None, Option("number of examples, drawn by a hash (default: all)", flag="--limit-examples", least=1)
     ] = None
     text_columns: Annotated[
         tuple[str, ...] | None,

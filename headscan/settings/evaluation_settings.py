@@ -176,7 +176,7 @@ class TaskConfig:
     num_fewshot: Annotated[
         int | None, Option("number of examples in the prompt (default: the task's own)", least=0)
     ] = None
-    limit: Annotated[int | None, Option("maximum number of questions per task (default: all)", least=1)] = None
+    limit: Annotated[int | None, Option("number of questions per task, drawn by a hash (default: all)", least=1)] = None
     apply_chat_template: Annotated[bool, Option("prompts in the tokenizer's chat template")] = False
     fewshot_as_multiturn: Annotated[
         bool | None, Option("examples as turns of the chat (default: yes with a chat template)")

@@ -29,6 +29,7 @@ from headscan.steps.scan import Part
 from headscan.store.records import RunKind, RunRecord, ShardRecord, ShardToWrite
 from headscan.store.store import Store
 from headscan.texts import CorpusReport, Shard, TokenSequence, open_corpus, sequences, shards
+from headscan.texts.drawing import DRAWN
 
 S = TypeVar("S", bound=Shard)
 
@@ -114,27 +115,29 @@ def run_corpus(
         corpus_shards = shards(sequences(corpus, identity.tokenizer, tokens, report), shard_size=shard_size)
         return _with_prompts(corpus_shards, list(prompts), shard_size)
 
-    def note(has_more_shards: bool) -> str:
-        if tokens.mode != "truncate" or not report.truncated:
-            return ""
-        extent = "the first " if has_more_shards or report.stopped_at_limit else ""
-        return (
-            f"{report.truncated:,} of {extent}{report.documents:,} documents exceed {tokens.longest:,} "
-            "tokens: only their beginnings are measured; the mode chunk measures all of them"
-        )
+    def notes(has_more_shards: bool) -> list[str]:
+        lines = [] if report.drawn is None else [f"reads {report.total()}"]
+        if tokens.mode == "truncate" and report.truncated:
+            extent = "the first " if has_more_shards else ""
+            documents = report.documents if report.drawn is None else report.drawn.documents
+            lines.append(
+                f"{report.truncated:,} of {extent}{documents:,} documents exceed {tokens.longest:,} "
+                "tokens: only their beginnings are measured; the mode chunk measures all of them"
+            )
+        return lines
 
-    across = tokens.attention_across_documents
+    across, drawn = tokens.attention_across_documents, {} if tokens.limit_sequences is None else {"reading": DRAWN}
     return run_shards(
         run,
         measurement,
         read,
         report,
-        decides={"corpus": corpus_hash, "tokens": asdict(tokens)},
+        decides={"corpus": corpus_hash, "tokens": asdict(tokens), **drawn},
         stores={"corpus": asdict(config.corpus), "tokens": asdict(tokens), "attention_across_documents": across},
         longest=tokens.longest,
         shard_size=config.shard_size,
         part=part,
-        note=note,
+        notes=notes,
         corpus=config.corpus.name,
         corpus_hash=corpus_hash,
         bos_policy=tokens.bos,
@@ -152,7 +155,7 @@ def run_shards(
     longest: int,
     shard_size: int | None,
     part: Part | None = None,
-    note: Callable[[bool], str] = lambda has_more_shards: "",
+    notes: Callable[[bool], Sequence[str]] = lambda has_more_shards: (),
     corpus: str,
     corpus_hash: str,
     bos_policy: str | None,
@@ -163,7 +166,7 @@ def run_shards(
         decides: What decides the numbers, next to the model and the measurement: the texts.
         stores: The same for the store, as far as the hash of the texts does not have it.
         longest: Tokens of the longest sequence.
-        note: Returns a line for the user, or an empty one, once the first shards are read; they may be all.
+        notes: Returns lines for the user once the first shards are read; True means that there are more.
     """
     kind = measurement.kind
     settings = {**decides, **measurement.identity_settings, "batch_tokens": run.batch_tokens}
@@ -176,7 +179,7 @@ def run_shards(
     size = shard_size_of(run, kind, run_hash, wanted_size, longest, measurement.cost_in_passes)
     all_shards = read(size)
     first_shards, has_more_shards = _read_ahead(all_shards)
-    if line := note(has_more_shards):
+    for line in notes(has_more_shards):
         run.say(line)
     total_shards = total_sequences = None
     if not has_more_shards:

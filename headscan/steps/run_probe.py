@@ -105,7 +105,7 @@ def run_probe(config: Probe, run: Run) -> ProbeResult:
         items.append(ProbeItem("repeated tokens", config.probe, (), run.batch_tokens))
     corpus_hash = None
     if corpus is not None:
-        haystack = _first_tokens(corpus, identity, config.longest(identity))
+        haystack = _haystack(corpus, identity, config.longest(identity))
         corpus_hash = f"{facts['corpus'][:16]}-{hashlib.sha256(haystack.tobytes()).hexdigest()[:16]}"
         items += _needle_items(config, run, haystack)
 
@@ -231,12 +231,12 @@ def _beginning(identity: ModelIdentity) -> tuple[int, ...]:
     return () if bos is None else (int(bos),)
 
 
-def _first_tokens(corpus: Corpus, identity: ModelIdentity, tokens: int) -> np.ndarray:
-    """Return the first ``tokens`` tokens of the documents, or all."""
-    cutting = TokenConfig(max(tokens, 2), mode="chunk", bos="never", min_tokens=1)
-    pieces: list[np.ndarray] = []
-    for piece in sequences(corpus, identity.tokenizer, cutting):
-        pieces.append(piece.ids)
-        if sum(map(len, pieces)) >= tokens:
-            break
+def _haystack(corpus: Corpus, identity: ModelIdentity, tokens: int) -> np.ndarray:
+    """Return ``tokens`` tokens of drawn documents, or all."""
+    found, pieces, texts = 0, list[np.ndarray](), 0
+    while found < tokens and texts <= len(pieces):
+        texts = max(1, 4 * texts)
+        cutting = TokenConfig(max(tokens, 2), mode="chunk", bos="never", min_tokens=1, limit_sequences=texts)
+        pieces = [piece.ids for piece in sequences(corpus, identity.tokenizer, cutting)]
+        found = sum(map(len, pieces))
     return np.concatenate(pieces)[:tokens]

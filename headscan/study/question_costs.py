@@ -48,6 +48,9 @@ def question_costs(config: Study, run: Run, texts: StudyTexts) -> QuestionCosts:
         of_task = {name: min(count, tasks.limit or count) for name, count in sample.tasks.available.items()}
         sampled = sum(min(_SAMPLE, count) for count in of_task.values())
         tokens = sample.tokens_to_read() / max(1, sampled)
+        if config.tasks.names:
+            others = [file.read_text(encoding="utf-8") for file in texts.other_files]
+            run.say(Tasks(config.tasks).overlap(others, "the texts that measure or choose"))
     available = sum(of_task.values()) if config.tasks.names else made
     if not available:
         raise StudyError("the tasks have no question with a right answer, so they cannot judge. Choose other `tasks`")

@@ -61,7 +61,7 @@ def run_study(config: Study, run: Run) -> StudyAnswer:
 def planned_study(config: Study, run: Run) -> StudyAnswer:
     """Decide what the settings leave open, report it, and return the approximate seconds of each step."""
     started, tokens = time.monotonic(), _tokens(config, run)
-    texts = split_texts(config.texts, Path(config.out) / "texts", config.judge)
+    texts = split_texts(config.texts, Path(config.out) / "texts", config.judge, run.say)
     known, costs, speed = _decisions(replace(config, max_tokens=tokens), run, texts)
     assert known.questions is not None and known.judged_texts is not None
     return StudyAnswer(
@@ -132,7 +132,7 @@ class _Study:
         settings, model = known or config, Path(config.out) / "model.json"
         if known is not None:
             _check_model(model, run)
-        texts = split_texts(settings.texts, Path(config.out) / "texts", settings.judge)
+        texts = split_texts(settings.texts, Path(config.out) / "texts", settings.judge, run.say)
         tokens = _tokens(config, run)
         if known is None:
             known, _, _ = _decisions(replace(config, max_tokens=tokens), run, texts)

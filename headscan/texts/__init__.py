@@ -8,7 +8,8 @@
     print("\\n".join(report.lines()))
 
 `corpus` opens a corpus by name: local `files`, tables on the hub or in files (`data_sets`), or `stdlib_files`. Each
-yields `documents`, `tokenising` turns them into tokens, and `sequences` cuts these into sequences and shards.
+yields `documents`, `tokenising` turns them into tokens, and `sequences` cuts these into sequences and shards. With a
+limit, `drawing` chooses blocks of all files by a hash. `shared_runs` finds text that two sets of texts share.
 
 `token_requests` are the requests of tasks, and `prefix_tree` finds their common prefixes. `tasks` asks lm-eval for them
 through its `harness`; `recall_tasks` makes recall questions, `continuation_task` a task from any texts, `held_out_text`

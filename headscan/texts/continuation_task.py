@@ -7,13 +7,14 @@ most (mutual information); the likelihood alone would prefer text that is common
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from headscan.texts.drawing import content_key, draw_items
 
 #: Name of the task on the demo model's held-out modules.
 DEMO_TASK = "headscan_demo"
@@ -25,7 +26,7 @@ _PASSAGE = 80
 
 def write_task(folder: Path, texts: Iterable[Path], questions: int, *, name: str = DEMO_TASK) -> Path:
     """Write at most ``questions`` questions from UTF-8 files and their lm-eval task; return the folder, an
-    ``include_path``. The same files always give the same questions.
+    ``include_path``. A hash of their contexts draws them; the same files always give the same questions.
     """
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / f"{name}.jsonl"
@@ -52,8 +53,7 @@ def write_task(folder: Path, texts: Iterable[Path], questions: int, *, name: str
 def make_questions(texts: Iterable[Path], questions: int) -> list[dict[str, Any]]:
     """Return questions with ``context``, four ``choices``, and the index of the right one, ``answer``."""
     candidates = [question for path in texts for question in _of_text(path)]
-    order = np.random.default_rng(0).permutation(len(candidates))[:questions]
-    return [candidates[i] for i in sorted(order)]
+    return [candidates[i] for i in draw_items((question["context"] for question in candidates), questions)]
 
 
 def _of_text(path: Path) -> list[dict[str, Any]]:
@@ -63,7 +63,7 @@ def _of_text(path: Path) -> list[dict[str, Any]]:
     by_indent: dict[int, list[int]] = {}
     for start in starts:
         by_indent.setdefault(_indent(text, start), []).append(start)
-    rng = np.random.default_rng([0, *hashlib.sha256(path.name.encode()).digest()[:4]])
+    rng = np.random.default_rng(content_key(text))
     questions = []
     free_from = 0
     for start in starts:

@@ -8,6 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -52,23 +53,41 @@ class Corpus(ABC):
     description: str
     #: Names of files that are not read, by kind (a suffix, "no suffix", "hidden file", ...).
     skipped: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    #: Characters from which a draw reads a part of each file (`drawing.Draw`).
+    most_characters = 1 << 30
+
+    @property
+    def file_count(self) -> int:
+        """Number of files; a stream is one."""
+        return 1
 
     @abstractmethod
-    def entries(self) -> Iterator[Entry]:
-        """Yield all documents, without a limit."""
+    def entries(self) -> Iterator[Iterator[Entry]]:
+        """Yield the documents of each file, without a limit."""
 
     @abstractmethod
     def identity(self) -> object:
         """Return JSON data that identifies the content."""
 
+    def files(self) -> Iterator[Iterator[Document]]:
+        """Yield the documents of each file in order, including those with problems, until ``spec.limit_documents`` had
+        text. A file that is not read to its end leaves the rest of its documents without numbers.
+        """
+        index, left = 0, self.spec.limit_documents
+
+        def numbered(entries: Iterator[Entry]) -> Iterator[Document]:
+            nonlocal index, left
+            while left != 0 and (entry := next(entries, None)) is not None:
+                if left is not None:
+                    left -= entry.problem is None
+                index += 1
+                yield Document(index - 1, entry.source, entry.content, entry.problem, entry.detail)
+
+        return map(numbered, self.entries())
+
     def documents(self) -> Iterator[Document]:
-        """Yield the documents in order, including those with problems, until ``spec.limit_documents`` had text."""
-        with_text = 0
-        for index, entry in enumerate(self.entries()):
-            yield Document(index, entry.source, entry.content, entry.problem, entry.detail)
-            with_text += entry.problem is None
-            if with_text == self.spec.limit_documents:
-                return
+        """Yield the documents of all files."""
+        return chain.from_iterable(self.files())
 
     def fingerprint(self) -> str:
         """Return a SHA-256 in hexadecimal that identifies the documents.
@@ -84,20 +103,26 @@ class Corpus(ABC):
 class LocalCorpus(Corpus):
     spec: CorpusSpec
     description: str
-    files: tuple[LocalFile, ...]
+    local_files: tuple[LocalFile, ...]
     skipped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def entries(self) -> Iterator[Entry]:
-        for file in self.files:
-            any_entry = False
-            for entry in read_file(file, self.spec.column):
-                any_entry = True
-                yield entry
-            if not any_entry:
-                yield Entry(file.name, None, "empty", "no records")
+    @property
+    def file_count(self) -> int:
+        return len(self.local_files)
+
+    def entries(self) -> Iterator[Iterator[Entry]]:
+        return map(self._entries_of, self.local_files)
+
+    def _entries_of(self, file: LocalFile) -> Iterator[Entry]:
+        any_entry = False
+        for entry in read_file(file, self.spec.column):
+            any_entry = True
+            yield entry
+        if not any_entry:
+            yield Entry(file.name, None, "empty", "no records")
 
     def identity(self) -> object:
-        return [[file.name, hash_file(file.path)] for file in self.files]
+        return [[file.name, hash_file(file.path)] for file in self.local_files]
 
 
 @dataclass(frozen=True)
@@ -105,9 +130,11 @@ class HubCorpus(Corpus):
     spec: CorpusSpec
     description: str
     data: IterableDataset
+    #: A stream is read twice, over the network.
+    most_characters = 1 << 24
 
-    def entries(self) -> Iterator[Entry]:
-        return read_hub(self.spec, self.data)
+    def entries(self) -> Iterator[Iterator[Entry]]:
+        return iter([read_hub(self.spec, self.data)])
 
     def identity(self) -> object:
         fields = asdict(self.spec)
@@ -122,8 +149,8 @@ class GivenTexts(Corpus):
             raise CorpusError(f"`texts` is one text: {texts[:20]!r}. Pass a list of texts")
         self.spec, self.texts, self.description = CorpusSpec("texts"), tuple(texts), f"{len(texts)} texts"
 
-    def entries(self) -> Iterator[Entry]:
-        return (text_entry(f"text {number}", text) for number, text in enumerate(self.texts, 1))
+    def entries(self) -> Iterator[Iterator[Entry]]:
+        return iter([(text_entry(f"text {number}", text) for number, text in enumerate(self.texts, 1))])
 
     def identity(self) -> object:
         return self.texts

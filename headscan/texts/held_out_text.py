@@ -19,9 +19,6 @@ from headscan.texts.token_requests import LogLikelihood, Request, request_hash
 
 #: Name of the task in the store.
 TEXT_TASK = "text"
-#: Tokens of a block, about the 20,000 characters of a study's blocks: chunks of one block are about as dependent as
-#: those of one document.
-_BLOCK = 5_000
 
 
 @dataclass(frozen=True)
@@ -175,8 +172,8 @@ def chunks(tokenizer: Any, sequences: Sequence[TokenSequence], *, whole: bool = 
     pieces = []
     for sequence in sequences:
         ids = tuple(int(token) for token in sequence.ids)
-        block = 0 if whole else sequence.start // _BLOCK
-        document = f"{sequence.source} from token {block * _BLOCK}" if block else sequence.source
+        block = 0 if whole else sequence.block
+        document = f"{sequence.source}, block {block + 1}" if block else sequence.source
         text = tokenizer.decode(ids[1:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
         pieces.append(TextChunk(document, ids, max(1, len(text.encode("utf-8", "replace")))))
     return tuple(pieces)

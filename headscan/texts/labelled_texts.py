@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from headscan.models.token_batches import pad
 from headscan.runs.model_identity import ModelIdentity, fingerprint
 from headscan.settings.corpus_settings import CorpusError, ExampleError, ExamplesSpec, longest_text
 from headscan.texts.documents import decoded
+from headscan.texts.drawing import draw_items
 
 #: Columns of one text, and of the two texts of a pair, in the order in which the model reads them.
 TEXT_COLUMNS = ("text", "sentence", "source")
@@ -57,13 +58,15 @@ class RawExample(NamedTuple):
 
 
 def read_examples(spec: ExamplesSpec) -> list[RawExample]:
-    """Return the examples of a file in order; empty lines are skipped."""
+    """Return the examples of a file in order, or as many as a limit draws by a hash; empty lines are skipped."""
     spec.check_file()
     suffix = Path(spec.path).suffix.lower()
     if suffix not in _RECORDS:
         raise ExampleError(f"format of {spec.path}: {suffix or 'none'} (limit {', '.join(_RECORDS)}). Convert it")
     rows = (_example(spec, line, record) for line, record in _RECORDS[suffix](spec))
-    examples = list(islice(rows, spec.limit))
+    examples = list(rows)
+    if spec.limit is not None:
+        examples = [examples[at] for at in draw_items((repr(each[1:]) for each in examples), spec.limit)]
     if not examples:
         raise ExampleError(f"{spec.name} has 0 examples (limit 1). Add a line with a text and its label")
     if singles := [each.line for each in examples if len(each.texts) != len(examples[0].texts)]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain, groupby, islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from headscan.settings.corpus_settings import CorpusError, CorpusSpec, TokenConfig, TokenMode
 from headscan.texts.corpus import Corpus, open_corpus
 from headscan.texts.documents import Document
+from headscan.texts.drawing import BLOCK, Draw, DrawnBlock
 from headscan.texts.tokenising import Ids, tokenise
 
 if TYPE_CHECKING:
@@ -20,6 +21,25 @@ if TYPE_CHECKING:
 
 #: Number of names kept for each problem.
 EXAMPLES = 5
+
+#: Tokens of a block of a document that is read whole, about as many as `BLOCK` characters have.
+_BLOCK_TOKENS = 5_000
+#: Fewest characters of a block for each token of a drawn sequence: few texts have more than 8 characters per token, so
+#: a block has several sequences.
+_BLOCK_CHARACTERS = 16
+#: Characters of a block for each token of a pack, so that packs come from about as many blocks.
+_PACK_CHARACTERS = 4
+#: Blocks that are tokenised together.
+_TOGETHER = 64
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The documents and files of drawn sequences, and the number of files with text."""
+
+    documents: int
+    files: int
+    of_files: int
 
 
 @dataclass
@@ -32,7 +52,8 @@ class CorpusReport:
         too_short: Dropped pieces (documents, ends of documents, rest of a pack) with too few tokens.
         dropped_tokens: Tokens in no sequence: cut off, or in pieces that were too short.
         partly_tokenised: Truncated documents whose tokens are only partly in ``dropped_tokens``.
-        stopped_at_limit: True if the limit of sequences ended the reading, so that the counts cover a part.
+        drawn: Where the sequences come from, if a limit drew them; the drops are then those of the blocks that were
+            tokenised. None if all sequences were read.
         examples: The first names for each problem or kind of skipped file, with the reason.
     """
 
@@ -47,7 +68,7 @@ class CorpusReport:
     dropped_tokens: int = 0
     partly_tokenised: int = 0
     skipped_files: dict[str, int] = field(default_factory=dict)
-    stopped_at_limit: bool = False
+    drawn: Drawn | None = None
     examples: dict[str, list[str]] = field(default_factory=dict)
 
     def add_document(self, document: Document) -> None:
@@ -70,8 +91,7 @@ class CorpusReport:
 
     def lines(self) -> list[str]:
         """Return the report as lines: the totals, then one line for each kind of dropped data."""
-        part = ", stopped at the limit" if self.stopped_at_limit else ""
-        lines = [f"{self.documents:,} documents, {self.sequences:,} sequences, {self.tokens:,} tokens{part}"]
+        lines = [self.total()]
         lines += self.problems()
         if self.truncated:
             lines.append(f"documents truncated: {self.truncated:,} (the modes chunk and pack keep the rest)")
@@ -79,6 +99,15 @@ class CorpusReport:
             rest = f", and the rest of {self.partly_tokenised:,} long documents" if self.partly_tokenised else ""
             lines.append(f"tokens cut off or in pieces too short: {self.dropped_tokens:,}{rest}")
         return lines
+
+    def total(self) -> str:
+        """Return what was read in one line, and where drawn sequences come from."""
+        read = f"{self.sequences:,} sequences, {self.tokens:,} tokens"
+        if self.drawn is None:
+            return f"{self.documents:,} documents, {read}"
+        files = f" in {self.drawn.files:,} of {self.drawn.of_files:,} files" if self.drawn.of_files > 1 else ""
+        documents = f"{self.drawn.documents:,} of {self.documents:,} documents{files}"
+        return f"{read}, drawn from {documents} by a hash of the text"
 
     def problems(self) -> list[str]:
         """Return a line for each problem, with its first names."""
@@ -113,7 +142,8 @@ class TokenSequence:
         truncated: True if the rest of the document is in no sequence.
         content_hash: First 16 hexadecimal digits of the SHA-256 of the ids as little-endian int32.
         recall_task: Recall task of a prompt; None for a text of the corpus.
-        start: Tokens of its document before it, in mode chunk; else 0.
+        block: Number of its block in the document, in mode chunk; else 0. Texts of one block are about as dependent as
+            those of one document.
     """
 
     index: int
@@ -123,7 +153,7 @@ class TokenSequence:
     truncated: bool
     content_hash: str
     recall_task: str | None = None
-    start: int = 0
+    block: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -145,21 +175,23 @@ class Special(NamedTuple):
 
 class _Piece(NamedTuple):
     """The tokens of a future sequence without special tokens. ``lost`` following tokens of its document are in no
-    sequence; with ``unread``, more text follows that was not tokenised. ``start`` tokens of the document precede.
+    sequence; with ``unread``, more text follows that was not tokenised.
     """
 
     document: Document
     body: Ids
     lost: int = 0
     unread: bool = False
-    start: int = 0
+    block: int = 0
 
 
 def sequences(
     corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: TokenConfig, report: CorpusReport | None = None
 ) -> Iterator[TokenSequence]:
-    """Tokenise a corpus and fill ``report``. The same corpus, tokenizer and settings give the same sequences; a limit
-    does not change those before it.
+    """Tokenise a corpus and fill ``report``. The same corpus, tokenizer and settings give the same sequences.
+
+    ``config.limit_sequences`` draws so many from all files by a hash of their text (`drawing`), in the order of the
+    corpus. A larger limit gives the same sequences and others. Long documents are then tokenised in blocks.
     """
     special = special_tokens(tokenizer, config)
     if config.longest <= special.total:
@@ -167,7 +199,9 @@ def sequences(
             f"`max_tokens={config.longest}` leaves no room for text: the tokenizer adds {special.total} special"
             " tokens. Raise `max_tokens`"
         )
-    return _sequences(corpus, tokenizer, config, special, CorpusReport() if report is None else report)
+    report = CorpusReport() if report is None else report
+    read = _sequences if config.limit_sequences is None else _drawn_sequences
+    return read(corpus, tokenizer, config, special, report)
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase, config: TokenConfig) -> Special:
@@ -205,33 +239,156 @@ def _sequences(
         pieces = _pack(tokenised, room, tokenizer.eos_token_id)
     index = 0
     for piece in pieces:
-        size = len(piece.body) + special.total
-        report.truncated += bool(piece.lost)
-        report.dropped_tokens += piece.lost
-        report.partly_tokenised += piece.unread
-        if size < config.min_tokens or not len(piece.body) or (config.mode == "pack" and size < config.longest):
-            report.too_short += 1
-            report.dropped_tokens += len(piece.body)
-            report.add_example("too_short", f"{piece.document.source} ({size} tokens)")
-            continue
-        ids = special.around(piece.body)
-        report.sequences += 1
-        report.tokens += size
-        yield TokenSequence(
-            index,
-            piece.document.index,
-            piece.document.source,
-            ids,
-            bool(piece.lost),
-            hash_ids(ids)[:16],
-            start=piece.start,
-        )
-        index += 1
-        if index == config.limit_sequences:
-            report.stopped_at_limit = True
-            return
+        if (sequence := _sequence(index, piece, config, special, report)) is not None:
+            yield sequence
+            index += 1
     if index == 0:
         raise _no_sequence_error(corpus, config, report)
+
+
+def _sequence(
+    index: int, piece: _Piece, config: TokenConfig, special: Special, report: CorpusReport
+) -> TokenSequence | None:
+    """Return the sequence of a piece, None if it is too short, and count it."""
+    size = len(piece.body) + special.total
+    report.truncated += bool(piece.lost)
+    report.dropped_tokens += piece.lost
+    report.partly_tokenised += piece.unread
+    if not _is_long_enough(piece, config, special):
+        report.too_short += 1
+        report.dropped_tokens += len(piece.body)
+        report.add_example("too_short", f"{piece.document.source} ({size} tokens)")
+        return None
+    report.sequences += 1
+    report.tokens += size
+    ids, document = special.around(piece.body), piece.document
+    return TokenSequence(
+        index, document.index, document.source, ids, bool(piece.lost), hash_ids(ids)[:16], block=piece.block
+    )
+
+
+def _is_long_enough(piece: _Piece, config: TokenConfig, special: Special) -> bool:
+    size = len(piece.body) + special.total
+    return bool(len(piece.body)) and size >= (config.longest if config.mode == "pack" else config.min_tokens)
+
+
+def _drawn_sequences(
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: TokenConfig, special: Special, report: CorpusReport
+) -> Iterator[TokenSequence]:
+    report.add_skipped(corpus.skipped)
+    limit, room = config.limit_sequences or 0, config.longest - special.total
+    # A block has several sequences, of which its hash chooses; a pack has whole blocks.
+    size = max(BLOCK, _BLOCK_CHARACTERS * config.longest)
+    if config.mode == "pack":
+        size = _PACK_CHARACTERS * config.longest
+    draw = Draw(
+        corpus, size=size, beginnings=config.mode == "truncate", wanted=size * limit, on_document=report.add_document
+    )
+    if config.mode == "pack":
+        found = _drawn_packs(draw, tokenizer, room, limit)
+    else:
+        found = _drawn_pieces(draw, tokenizer, config, special, limit)
+    for piece in found.too_short:
+        _sequence(0, piece, config, special, report)
+    report.drawn = found.drawn
+    for index, piece in enumerate(sorted(found.pieces, key=lambda piece: (piece.document.index, piece.block))):
+        if (sequence := _sequence(index, piece, config, special, report)) is not None:
+            yield sequence
+    if not found.pieces:
+        raise _no_sequence_error(corpus, config, report)
+
+
+class _Found(NamedTuple):
+    """Pieces of a draw, those of a block in their order, and the tokenised ones that are too short; ``drawn`` is None
+    if the corpus has no other piece.
+    """
+
+    pieces: list[_Piece]
+    too_short: list[_Piece]
+    drawn: Drawn | None
+
+
+class _Candidate(NamedTuple):
+    """A piece; ``round`` counts the pieces of its block that are drawn before it."""
+
+    round: int
+    block: DrawnBlock
+    start: int
+    piece: _Piece
+
+
+def _drawn_pieces(
+    draw: Draw, tokenizer: PreTrainedTokenizerBase, config: TokenConfig, special: Special, limit: int
+) -> _Found:
+    """Draw one piece of each block in the order of the draw, and then a second one of each, until there are enough."""
+    kept, stop = -(-limit // max(1, len(draw))), min(limit, len(draw))
+    while True:
+        candidates, too_short, left_out, start = list[_Candidate](), list[_Piece](), 0, 0
+        while start < stop:
+            for block, tokens in _tokenised(draw, tokenizer, start, stop):
+                pieces = _pieces_of(block, tokens, config, config.longest - special.total)
+                fitting = [(at, piece) for at, piece in pieces if _is_long_enough(piece, config, special)]
+                too_short += [piece for _, piece in pieces if not _is_long_enough(piece, config, special)]
+                candidates += [_Candidate(n, block, *each) for n, each in enumerate(fitting[:kept])]
+                left_out += max(0, len(fitting) - kept)
+            missing = limit - len(candidates)
+            start, stop = stop, min(len(draw), stop + _further(missing, len(candidates) / stop))
+        if len(candidates) >= limit or not left_out:
+            break
+        kept *= 4
+    chosen = sorted(candidates, key=lambda each: (each.round, each.block.place))[:limit]
+    files = {each.block.file for each in chosen}
+    drawn = Drawn(len({each.piece.document.index for each in chosen}), len(files), draw.files)
+    has_all = start == len(draw) and not left_out and len(candidates) <= limit
+    in_order = [each.piece for each in sorted(chosen, key=lambda each: each.start)]
+    return _Found(in_order, too_short, None if has_all else drawn)
+
+
+def _tokenised(
+    draw: Draw, tokenizer: PreTrainedTokenizerBase, start: int, stop: int
+) -> Iterator[tuple[DrawnBlock, Iterator[Ids]]]:
+    """Yield blocks of a draw with their tokens, in the order of the corpus."""
+    drawn = draw.blocks(start, stop)
+    while group := list(islice(drawn, _TOGETHER)):
+        for block, (_, tokens) in zip(group, tokenise((block.document for block in group), tokenizer), strict=True):
+            yield block, iter(()) if tokens is None else tokens
+
+
+def _pieces_of(block: DrawnBlock, tokens: Iterator[Ids], config: TokenConfig, room: int) -> list[tuple[int, _Piece]]:
+    """Return the pieces of a block with their first tokens' places, in the order of a hash; shorter ones come last."""
+    if config.mode == "truncate":
+        return [(0, piece) for piece in _truncate([(block.document, tokens)], room)]
+    bodies = [body.copy() for body in _cut(tokens, room)]  # a view would keep the whole block in memory
+    pieces = [
+        (at, _Piece(block.document, body, block=block.number)) for at, body in enumerate(bodies) if len(body) or not at
+    ]
+    return sorted(pieces, key=lambda each: (len(each[1].body) < room, hash_ids(each[1].body)))
+
+
+def _drawn_packs(draw: Draw, tokenizer: PreTrainedTokenizerBase, room: int, limit: int) -> _Found:
+    """Join blocks in the order of the draw and cut them into pieces."""
+    held: list[tuple[DrawnBlock, Ids]] = []
+    start, total = 0, 0
+    stop = min(len(draw), 1 + int(np.searchsorted(np.cumsum(draw.lengths), _PACK_CHARACTERS * limit * room)))
+    while start < stop:
+        for block, tokens in _tokenised(draw, tokenizer, start, stop):
+            held.append((block, np.concatenate([np.empty(0, dtype=np.int32), *tokens])))
+            total += len(held[-1][1])
+        start, stop = stop, min(len(draw), stop + _further(limit * room - total, total / stop))
+    held.sort(key=lambda each: each[0].place)
+    joined = ((block.document, iter((ids,))) for block, ids in held)
+    pieces = list(islice(_pack(joined, room, tokenizer.eos_token_id), limit + 1))
+    full = [piece for piece in pieces if len(piece.body) == room]
+    files = {block.document.index: block.file for block, _ in held}
+    documents = {piece.document.index for piece in full[:limit]}
+    drawn = Drawn(len(documents), len({files[index] for index in documents}), draw.files)
+    has_all = start == len(draw) and len(full) <= limit
+    return _Found(full[:limit], pieces[len(full) :] if has_all else [], None if has_all else drawn)
+
+
+def _further(missing: float, rate: float) -> int:
+    """Return how many blocks are read next, if so many texts are missing and the blocks had ``rate`` texts each."""
+    return 0 if missing <= 0 else 8 + int(1.25 * missing / max(rate, 1 / 16))
 
 
 def _with_text(
@@ -274,7 +431,7 @@ def _chunk(tokenised: Iterable[tuple[Document, Iterator[Ids]]], room: int) -> It
     for document, tokens in tokenised:
         for number, body in enumerate(_cut(tokens, room)):
             if len(body) or number == 0:
-                yield _Piece(document, body, start=number * room)
+                yield _Piece(document, body, block=number * room // _BLOCK_TOKENS)
 
 
 def _pack(tokenised: Iterable[tuple[Document, Iterator[Ids]]], room: int, eos: int | None) -> Iterator[_Piece]:
@@ -343,11 +500,6 @@ def _shards(stream: Iterator[TokenSequence], shard_size: int) -> Iterator[Shard]
 
 T = TypeVar("T")
 
-#: Most sequences read from a corpus for each one that is used.
-_READ_PER_TEXT = 64
-#: Documents that the texts come from if the corpus has as many: intervals take documents as independent.
-_DOCUMENTS = 32
-
 
 def read_spread(
     corpus: CorpusSpec,
@@ -358,20 +510,9 @@ def read_spread(
     shortest: int,
     mode: TokenMode = "chunk",
 ) -> list[TokenSequence]:
-    """Return ``count`` texts (or all) of ``shortest`` to ``tokens`` tokens, in order, from many documents."""
-    config = TokenConfig(tokens, mode=mode, min_tokens=shortest, limit_sequences=count * _READ_PER_TEXT)
-    count_per_document = max(1, count // _DOCUMENTS)
-    used_texts: list[TokenSequence] = []
-    other_texts: list[TokenSequence] = []
-    for _, members in groupby(sequences(open_corpus(corpus), tokenizer, config), key=lambda text: text.document):
-        document_texts = list(members)
-        spread_texts = spread(document_texts, count_per_document)
-        used_texts += spread_texts
-        other_texts += [text for text in document_texts if all(text is not used for used in spread_texts)]
-        if len(used_texts) >= count:
-            break
-    missing_texts = spread(other_texts, max(0, count - len(used_texts)))
-    return sorted([*used_texts[:count], *missing_texts], key=lambda text: text.index)
+    """Draw ``count`` texts (or all) of ``shortest`` to ``tokens`` tokens from all files of a corpus."""
+    config = TokenConfig(tokens, mode=mode, min_tokens=shortest, limit_sequences=count)
+    return list(sequences(open_corpus(corpus), tokenizer, config))
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:

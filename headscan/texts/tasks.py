@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,14 @@ from headscan.runs.model_identity import ModelIdentity
 from headscan.settings.evaluation_settings import HarnessError, RecallError, RecallQuestions, TaskConfig
 from headscan.store.tables import TABLES
 from headscan.texts import CorpusError
+from headscan.texts.drawing import draw_items
 from headscan.texts.example_questions import ExampleQuestions
 from headscan.texts.harness import HeadscanLM, quiet_harness
 from headscan.texts.held_out_text import HeldOutText, likelihood_of
 from headscan.texts.labelled_texts import ExampleRequest
 from headscan.texts.prefix_tree import tokens_read_once
 from headscan.texts.recall_tasks import RecallQuestion, grade, recall_questions
+from headscan.texts.shared_runs import MOST_SHARED, RUN, shares_with
 from headscan.texts.token_requests import GenerationRequest, LogLikelihood, Request, request_hash
 from headscan.verdicts.answer_sheets import CLOZE_SUFFIX
 
@@ -220,6 +221,14 @@ class Tasks:
                 task.set_config("num_fewshot", task_examples if config.num_fewshot is None else config.num_fewshot)
             task.set_fewshot_seed(seed=_FEWSHOT_SEED)
 
+    @cached_property
+    def _drawn(self) -> dict[str, list[int]]:
+        """The numbers of each task's questions that a hash of their content draws; empty without a limit."""
+        limit = self._config.limit
+        if limit is None:
+            return {}
+        return {name: draw_items(map(_content, task.eval_docs), limit) for name, task in self._loaded["tasks"].items()}
+
     @property
     def notes(self) -> list[str]:
         tasks = self._without_examples
@@ -245,9 +254,14 @@ class Tasks:
         for name, task in sorted(self._loaded["tasks"].items()):
             grading = {key: getattr(task.config, key, None) for key in _GRADING}
             digest.update(json.dumps([name, grading], sort_keys=True, default=_source).encode())
-            for question in islice(task.eval_docs, self._config.limit):
-                digest.update(json.dumps(question, sort_keys=True, default=str).encode())
+            for question in self._contents(name):
+                digest.update(question.encode())
         return digest.hexdigest()
+
+    def _contents(self, name: str) -> list[str]:
+        """Return the contents of a task's questions that are asked."""
+        every = [_content(question) for question in self._loaded["tasks"][name].eval_docs]
+        return [every[number] for number in self._drawn[name]] if self._drawn else every
 
     def collect(self, adapter: HeadscanLM) -> None:
         """Build all requests and pass them to the adapter, which collects them."""
@@ -258,7 +272,7 @@ class Tasks:
                 raise HarnessError(f"task {name} {what}, but only text tasks are supported. Use another task")
             with quiet_harness(), _named_failure(f"the requests of {name} cannot be made"):
                 task.build_all_requests(
-                    limit=self._config.limit,
+                    samples=self._drawn.get(name),
                     rank=adapter.rank,
                     world_size=adapter.world_size,
                     apply_chat_template=self._config.apply_chat_template,
@@ -291,6 +305,20 @@ class Tasks:
             name: sum(1 for _ in task.eval_docs) for name, task in self._loaded["tasks"].items() if _is_graded(task)
         }
 
+    def overlap(self, texts: Sequence[str], what: str) -> str:
+        """Return in a sentence how many questions are partly in texts, which ``what`` describes."""
+        questions = [
+            "\n".join(_strings(json.loads(question)))
+            for name in self._loaded["tasks"]
+            for question in self._contents(name)
+        ]
+        shares = shares_with(questions, texts)
+        return (
+            f"{(shares > MOST_SHARED).sum():,} of {len(questions):,} questions of {', '.join(self._config.names)} have"
+            f" more than {MOST_SHARED:.0%} of their runs of {RUN} words in {what} (at most"
+            f" {shares.max(initial=0.0):.1%})"
+        )
+
     def results(self, adapter: HeadscanLM, responses: Mapping[str, LogLikelihood | str]) -> TaskResults:
         if not self._config.names:
             return TaskResults(answer_table({}, {}), _result_table({"results": {}}))
@@ -306,13 +334,27 @@ class Tasks:
             output: Any = run_tasks(
                 lm=adapter,
                 task_dict=self._loaded,
-                limit=self._config.limit,
+                samples=self._drawn or None,
                 bootstrap_iters=_BOOTSTRAP,
                 log_samples=True,
                 apply_chat_template=self._config.apply_chat_template,
                 fewshot_as_multiturn=self._config.multiturn,
             )
         return TaskResults(answer_table(output["samples"], self._loaded["tasks"]), _result_table(output))
+
+
+def _content(question: Any) -> str:
+    """Return the content of a question, by which it is drawn and known."""
+    return json.dumps(question, sort_keys=True, default=str)
+
+
+def _strings(content: Any) -> Iterator[str]:
+    """Yield all strings of JSON data."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict | list):
+        for value in content.values() if isinstance(content, dict) else content:
+            yield from _strings(value)
 
 
 def _unknown_task(name: str, task_names: Set[str], include_path: str | None) -> HarnessError:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from headscan.texts import CorpusSpec, TokenSequence
 from headscan.texts.held_out_text import HeldOutText, chunks
 from headscan.texts.recall_tasks import RecallSeries, fixed_by, recall_series
 from headscan.texts.sequences import read_spread, spread
+from headscan.texts.shared_runs import MOST_SHARED, RUN, shares_with
 
 
 class CalibrationTexts(NamedTuple):
@@ -44,6 +45,9 @@ class CalibrationTexts(NamedTuple):
         """First 16 hexadecimal digits of a hash of the ids."""
         return hashlib.sha256(self.ids.astype("<i8").tobytes() + self.lengths.tobytes()).hexdigest()[:16]
 
+    def decoded(self, tokenizer: Any) -> list[str]:
+        return decoded(tokenizer, (row[:length] for row, length in zip(self.ids, self.lengths, strict=True)))
+
     def as_calibration(self, batch_tokens: int) -> Calibration:
         return Calibration(torch.from_numpy(self.ids), torch.from_numpy(self.lengths), batch_tokens)
 
@@ -52,8 +56,9 @@ def read_texts(
     config: PruneTexts, identity: ModelIdentity, columns: int, say: Callable[[str], None] = lambda line: None
 ) -> tuple[CalibrationTexts, HeldOutText]:
     """Return the texts that choose and repair, and those that judge. They share no document, except if the corpus has
-    one only, which is split in the middle. ``columns`` are those of the widest projection that a repair solves, 0
-    without a repair. ``say`` receives the number of texts and documents of each half.
+    one only, which is split in the middle, and no text that judges has more than 5 % of its runs of 20 words in the
+    others. ``columns`` are those of the widest projection that a repair solves, 0 without a repair. ``say`` receives
+    the number of texts and documents of each half.
     """
     assert config.corpus is not None
     tokens = config.longest(identity)
@@ -66,16 +71,34 @@ def read_texts(
         judging = _read_texts(config.held_out, identity, tokens, half)
     name = (config.held_out or config.corpus).name
     chosen = spread(calibrating, half)
-    seen = {text.content_hash for text in chosen}  # copies of a text can be in several documents
-    unseen = [text for text in judging if text.content_hash not in seen]
-    if not unseen:
-        raise PruningError(f"every held-out text of {name} is a copy of a calibration text. Choose another corpus")
-    held_out = spread(unseen, half)
-    say(f"{_size(chosen)} of {config.corpus.name} choose and repair, {_size(held_out)} of {name} judge")
+    # Copies of a text can be in several documents; a short one has no run of words.
+    seen = {text.content_hash for text in chosen}
+    words = [decoded(identity.tokenizer, [text.ids for text in each]) for each in (judging, chosen)]
+    shares = {
+        text.index: share
+        for text, share in zip(judging, shares_with(*words), strict=True)
+        if share <= MOST_SHARED and text.content_hash not in seen
+    }
+    if not shares:
+        raise PruningError(
+            f"every held-out text of {name} has more than {MOST_SHARED:.0%} of its runs of {RUN} words in the"
+            " calibration texts. Choose another corpus"
+        )
+    held_out = spread([text for text in judging if text.index in shares], half)
+    largest = max(shares[text.index] for text in held_out)
+    say(
+        f"{_size(chosen)} of {config.corpus.name} choose and repair, {_size(held_out)} of {name} judge, which share at"
+        f" most {largest:.1%} of their runs of {RUN} words with these (limit {MOST_SHARED:.0%})"
+    )
     ids, lengths = pad([text.ids for text in chosen])
     calibration = CalibrationTexts(config.corpus.name, ids.numpy(), lengths.numpy(), half)
     _check_tokens(calibration, columns)
     return calibration, HeldOutText(name, chunks(identity.tokenizer, held_out))
+
+
+def decoded(tokenizer: Any, rows: Iterable[np.ndarray]) -> list[str]:
+    """Return the texts of rows of token ids."""
+    return [str(tokenizer.decode(row.tolist(), skip_special_tokens=True)) for row in rows]
 
 
 def _size(texts: Sequence[TokenSequence]) -> str:
@@ -140,8 +163,10 @@ def _read_texts(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count:
 def _halves(texts: Sequence[TokenSequence], corpus: str) -> tuple[list[TokenSequence], list[TokenSequence]]:
     """Split texts by document into halves of about as many texts; if there is one document, in the middle."""
     halves: tuple[list[TokenSequence], list[TokenSequence]] = ([], [])
-    for _, of_document in groupby(texts, key=lambda text: text.document):
-        min(halves, key=len).extend(of_document)
+    documents = [list(of_document) for _, of_document in groupby(texts, key=lambda text: text.document)]
+    # A long document leaves the next ones to the other half.
+    for document in sorted(documents, key=lambda each: (-len(each), each[0].content_hash)):
+        min(halves, key=len).extend(document)
     if halves[1]:
         return halves
     if len(texts) < 2:

@@ -120,6 +120,8 @@ def _read_inputs(config: Prune, run: Run) -> _Inputs:
     questions = None
     if not config.skip_verdict:
         questions = Questions(config.tasks, config.recall, run.identity, held_out)
+        if config.tasks.names:
+            run.say(questions.tasks.overlap(texts.decoded(run.identity.tokenizer), "the texts that choose and repair"))
     prompts, held_out_prompts = read_recall(config.recall_prompts, run, run.batch_tokens)
     return _Inputs(texts, held_out, prompts, held_out_prompts, questions)
 

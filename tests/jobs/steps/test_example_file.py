@@ -55,6 +55,22 @@ def test_every_format_gives_the_same_examples(tmp_path: Path, name: str, lines: 
     assert len(read_examples(ExamplesSpec(str(tmp_path / name), limit=1))) == 1
 
 
+def test_a_limit_draws_examples_by_their_content(tmp_path: Path) -> None:
+    """A file that is sorted by label gives examples of both labels."""
+    lines = [f"text {number}\t{number // 50}" for number in range(100)]
+    before: set[str] = set()
+    for limit in (2, 20, 60, 100):
+        found = []
+        for name, rows in (("one.tsv", lines), ("other.tsv", lines[::-1])):
+            path = written(tmp_path, *rows, name=name)
+            examples = read_examples(ExamplesSpec(path.path, limit=limit))
+            assert [each.line for each in examples] == sorted(each.line for each in examples)
+            found.append({each.texts[0] for each in examples})
+        assert found[0] == found[1] > before and len(found[0]) == limit
+        before = found[0]
+    assert sum(int(text.split()[1]) < 50 for text in before if text in found[0]) > 5 and len(before) == 100
+
+
 PAIRS = [("a b", 'c "d', "good"), ("e", "f, g", "0")]
 
 

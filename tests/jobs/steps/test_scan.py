@@ -36,7 +36,7 @@ from headscan.statistics.registry import POSITIONAL
 from headscan.steps.corpus_step import CorpusRunError
 from headscan.steps.run_corpus import CorpusChangedError, CorpusRunResult, ShardWriter, shard_size_of
 from headscan.steps.run_scan import MeasureShard, run_scan
-from headscan.steps.scan import Scan
+from headscan.steps.scan import Part, Scan
 from headscan.store.records import ShardRecord, ShardToWrite
 from headscan.store.store import Store
 from headscan.texts import CorpusReport, CorpusSpec, Shard, TokenConfig, open_corpus, sequences, shards
@@ -153,6 +153,23 @@ def test_cut_documents_are_counted_among_those_that_were_read(
         assert " of the first 3 documents" in line
     else:
         assert line.startswith(f"{result.report.truncated} of 10 documents")
+
+
+def test_a_limit_draws_from_all_files_and_says_so(config: Scan, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    few = dataclasses.replace(config, tokens=TokenConfig(40, limit_sequences=4), shard_size=1, statistics=("entropy",))
+    part = run(dataclasses.replace(few, part=Part(2, 2)), store, say=said.append)
+    line = r"reads 4 sequences, \d+ tokens, drawn from 4 of 10 documents in 4 of 10 files by a hash of the text"
+    assert any(re.fullmatch(line, each) for each in said)
+    # A begun scan keeps its order: the rest completes it.
+    first = run(few, store)
+    assert (first.run_id, first.measured, first.skipped) == (part.run_id, 2, 2)
+    sources = store.query("select source from sequences order by sequence")["source"].to_pylist()
+    assert len(set(sources)) == 4 and sources != ["00.txt", "01.txt", "02.txt", "03.txt"]
+    assert run(few, store).already_done
+    # Another way of drawing is another run.
+    monkeypatch.setattr("headscan.steps.run_corpus.DRAWN", "in another way")
+    assert run(few, store).run_id != first.run_id
 
 
 def test_a_stopped_scan_resumes_where_it_was(config: Scan, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import random
 import shutil
@@ -154,8 +155,62 @@ def test_results_with_examples_are_those_of_lm_eval(spec: ModelSpec, task_folder
     run_evaluation(
         config(spec, task_folder, *names, **options), run_on(InProcessPool(spec, THREADS), store), [BASELINE]
     )
-    check(store, of_lm_eval(spec, task_folder, names, **options))
+    drawn = {name: drawn_by_hand(task, 5) for name, task in loaded(task_folder, names).items()}
+    check(store, of_lm_eval(spec, task_folder, names, num_fewshot=2, samples=drawn))
     assert store.query("from answers where task = 'counting'").num_rows == 5
+    assert drawn["counting"] != list(range(5))
+
+
+def loaded(folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Return the tasks of lm-eval, members of groups included."""
+    found = TaskManager(include_path=str(folder), include_defaults=False).load(list(names))
+    return dict(found["tasks"])
+
+
+def drawn_by_hand(task: Any, count: int) -> list[int]:
+    """Return the numbers of the questions whose content has the smallest hashes, ascending."""
+
+    def key(number: int) -> bytes:
+        content = json.dumps(list(task.eval_docs)[number], sort_keys=True)
+        return hashlib.blake2b(content.encode(), digest_size=8).digest()
+
+    return sorted(sorted(range(len(list(task.eval_docs))), key=key)[:count])
+
+
+def test_a_limit_draws_questions_by_their_content(spec: ModelSpec, tmp_path: Path) -> None:
+    rows = [{"q": f"{n} comes before", "choices": [f" {n + 1}", f" {n - 1}"], "a": n % 2} for n in range(40)]
+    choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{a}}"}
+    before: set[str] = set()
+    for limit in (1, 7, 20, 40, 100):
+        asked = []
+        for order in (rows, rows[::-1]):
+            folder = tmp_path / f"{limit}, {order[0]['q']}"
+            folder.mkdir()
+            write_task(folder, "own", order, choice | {"metric_list": [{"metric": "acc"}]})
+            questions = Questions(TaskConfig(("own",), include_path=str(folder), limit=limit), None, identify(spec))
+            asked.append(set(questions.requests))
+            assert questions.tasks.questions == min(limit, 40)
+        assert (asked[0] == asked[1] and asked[0] > before) or limit == 100
+        before = asked[0]
+
+
+def test_questions_that_are_in_the_texts_are_counted(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    stories = [" ".join(f"word{draw.randrange(1_000)}" for _ in range(60)) for _ in range(30)]
+    rows = [{"q": story, "choices": [" yes", " no"], "a": 0, "n": 3} for story in stories]
+    choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{a}}"}
+    write_task(tmp_path, "own", rows, choice | {"metric_list": [{"metric": "acc"}]})
+    tasks = Tasks(TaskConfig(("own",), include_path=str(tmp_path)))
+    texts = [
+        f"a heading\n\n{stories[4]}\nand an end",
+        stories[7][: len(stories[7]) // 2],
+        " ".join(stories[8].split()[:19]),
+    ]
+    line = tasks.overlap(texts, "the texts that measure")
+    assert line == (
+        "2 of 30 questions of own have more than 5% of their runs of 20 words in the texts that measure (at most 95.3%)"
+    )
+    assert tasks.overlap([], "no text").startswith("0 of 30 ")
 
 
 @pytest.mark.slow

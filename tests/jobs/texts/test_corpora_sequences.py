@@ -170,19 +170,6 @@ def test_special_tokens_leave_no_room(corpus_of):
         sequences(corpus_of("abc"), make_tokenizer("<bos> $A <eos>"), TokenConfig(2))
 
 
-@pytest.mark.parametrize("mode", ["truncate", "chunk", "pack"])
-def test_a_limit_keeps_the_first_sequences(corpus_of, adds_bos, mode):
-    corpus = corpus_of("abcdefghijkl", "mnopqrst", "", "uvwxyz")
-    everything = run(corpus, adds_bos, 4, mode=mode)
-    report = CorpusReport()
-    first = run(corpus, adds_bos, 4, report, mode=mode, limit_sequences=2)
-    assert rows(first) == rows(everything)[:2]
-    assert report.stopped_at_limit
-    assert report.sequences == 2
-    assert report.documents < 4, "documents behind the limit are not counted"
-    assert "stopped at the limit" in report.lines()[0]
-
-
 def test_limit_of_documents(corpus_of, adds_bos):
     assert {s.document for s in run(corpus_of("ab", "", "cd", "ef", limit_documents=2), adds_bos, 8)} == {0, 2}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -31,7 +33,7 @@ from headscan.pruning.repair import repair
 from headscan.pruning.save_model import save_pruned
 from headscan.runs.model_identity import identify
 from headscan.settings.saving_settings import PruneTexts, RecallPrompts
-from headscan.steps.prune.calibration_texts import read_texts
+from headscan.steps.prune.calibration_texts import decoded, read_texts
 from headscan.steps.prune.held_out_losses import HeldOutLosses
 from headscan.steps.prune.prune_step import Prune
 from headscan.store.store import Store
@@ -291,7 +293,9 @@ def test_a_folder_in_use_is_refused_before_any_work(
     assert (tmp_path / "smaller" / "mine.txt").read_text() == "kept"
 
 
-def test_texts_that_choose_and_texts_that_judge_share_no_document(spec: ModelSpec, corpus_folder: Path) -> None:
+def test_texts_that_choose_and_texts_that_judge_share_no_document(
+    spec: ModelSpec, corpus_folder: Path, tmp_path: Path
+) -> None:
     identity = identify(spec)
     config = PruneTexts(CorpusSpec(str(corpus_folder)), sequences=12, max_tokens=32)
     texts, held_out = read_texts(config, identity, 0)
@@ -301,13 +305,40 @@ def test_texts_that_choose_and_texts_that_judge_share_no_document(spec: ModelSpe
     assert not chosen & judging
     names = {chunk.document for chunk in held_out.chunks}
     assert 1 < len(names) < len(list(corpus_folder.iterdir()))
-    one = PruneTexts(CorpusSpec(str(corpus_folder / "09.txt")), sequences=4, max_tokens=16)
+    (tmp_path / "one.txt").write_text(" ".join(f"word{number}" for number in range(60)))
+    one = PruneTexts(CorpusSpec(str(tmp_path / "one.txt")), sequences=4, max_tokens=16)
     texts, held_out = read_texts(one, identity, 32)
     assert len(texts.lengths) == len(held_out.chunks) == 2
     with pytest.raises(
         PruningError, match=r"32 calibration tokens of .* \(limit 100, .* Set `sequences` to 14 or more"
     ):
         read_texts(one, identity, 100)
+
+
+def test_texts_that_judge_are_no_near_copies_of_those_that_choose(spec: ModelSpec, tmp_path: Path) -> None:
+    draw = random.Random(0)
+    stories = [" ".join(f"w{draw.randrange(90)}" for _ in range(40)) for _ in range(12)]
+    folders = {"corpus": stories, "copies": [f"{story[:60]} other {story[60:]}" for story in stories], "mixed": []}
+    folders["mixed"] = folders["copies"][:10] + [story[::-1] for story in stories[:2]]
+    for name, texts in folders.items():
+        (tmp_path / name).mkdir()
+        for number, text in enumerate(texts):
+            (tmp_path / name / f"{number}.txt").write_text(text)
+    corpora = {name: CorpusSpec(str(tmp_path / name)) for name in folders}
+    config = PruneTexts(corpora["corpus"], corpora["copies"], sequences=24, max_tokens=200)
+    with pytest.raises(PruningError, match=r"every held-out text of .* has more than 5% of its runs"):
+        read_texts(config, identify(spec), 0)
+    lines: list[str] = []
+    _, held_out = read_texts(replace(config, held_out=corpora["mixed"]), identify(spec), 0, lines.append)
+    assert {chunk.document for chunk in held_out.chunks} == {"10.txt", "11.txt"}
+    assert lines[0].endswith("which share at most 0.0% of their runs of 20 words with these (limit 5%)")
+    # Near copies in one corpus, too: of each pair one half has a text, and the other none.
+    for number, text in enumerate(folders["copies"]):
+        (tmp_path / "corpus" / f"copy {number}.txt").write_text(text)
+    texts, held_out = read_texts(replace(config, held_out=None, sequences=48), identify(spec), 0)
+    chosen = {text.split(" other ")[0][:50] for text in texts.decoded(identify(spec).tokenizer)}
+    judged = {decoded(identify(spec).tokenizer, [np.array(chunk.ids)])[0][:50] for chunk in held_out.chunks}
+    assert chosen and judged and not chosen & judged
 
 
 def test_the_default_number_of_texts_follows_from_the_widest_repaired_projection(spec: ModelSpec) -> None:
