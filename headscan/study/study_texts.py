@@ -216,8 +216,9 @@ def _refuse_shared(
     shares = np.where(judging, shares, 0.0)
     if (worst := float(shares.max())) > MOST_SHARED:
         sources = {every[at].source for at in np.flatnonzero(shares > MOST_SHARED).tolist()}
+        judges = {every[at].source for at in np.flatnonzero(judging).tolist()}
         raise StudyError(
-            f"{len(sources)} of {len({every[at].source for at in np.flatnonzero(judging).tolist()})} documents of `judge`"
+            f"{len(sources)} of {len(judges)} documents of `judge`"
             f" ({judge.name}) share text with `corpus` ({corpus.name}): {every[int(shares.argmax())].source} has"
             f" {worst:.0%} of its runs of {RUN} words there (limit {MOST_SHARED:.0%}). Remove them from one of the two,"
             " or leave out `judge`"
