@@ -206,7 +206,7 @@ def _unshared(
         f"{is_copy.sum()} copies of blocks are left out" if is_copy.any() else "",
     ]
     say("; ".join(filter(None, notes)))
-    return {part: [every[at] for at in np.flatnonzero((part_of == part) & ~is_copy)] for part in parts}
+    return {part: [every[at] for at in np.flatnonzero((part_of == part) & ~is_copy).tolist()] for part in parts}
 
 
 def _refuse_shared(
@@ -215,9 +215,10 @@ def _refuse_shared(
     """Raise if blocks of the texts that judge share much text with the corpus."""
     shares = np.where(judging, shares, 0.0)
     if (worst := float(shares.max())) > MOST_SHARED:
-        sources = {every[at].source for at in np.flatnonzero(shares > MOST_SHARED)}
+        sources = {every[at].source for at in np.flatnonzero(shares > MOST_SHARED).tolist()}
+        judges = {every[at].source for at in np.flatnonzero(judging).tolist()}
         raise StudyError(
-            f"{len(sources)} of {len({every[at].source for at in np.flatnonzero(judging)})} documents of `judge`"
+            f"{len(sources)} of {len(judges)} documents of `judge`"
             f" ({judge.name}) share text with `corpus` ({corpus.name}): {every[int(shares.argmax())].source} has"
             f" {worst:.0%} of its runs of {RUN} words there (limit {MOST_SHARED:.0%}). Remove them from one of the two,"
             " or leave out `judge`"

@@ -86,7 +86,7 @@ def test_scan_evaluate_and_plan_fill_the_tables(
     own = tables.verdicts().filter(f"arm = '{arm.name}' AND task = '(all)'").project("accuracy, baseline").fetchall()
     assert len(own) == 1
     accuracies = dict(tables.arms().filter("task = '(all)'").project("arm, accuracy").fetchall())
-    assert own == [(accuracies[arm.name], accuracies["baseline"])]
+    assert own[0] == pytest.approx((accuracies[arm.name], accuracies["baseline"]))
     assert tables.plans().fetchall() == []
     fifth = heads.select(["layer", "head", "entropy"]).to_pylist()[4]
     (cells,) = tables.head_map("entropy").data
