@@ -212,9 +212,8 @@ def rate_increase(
     if count < MIN_EVIDENCE_TEXTS:
         return Increase(rate.unit, count, ratio, -inf, inf)
     changes = ratio + (amount - ratio * size) / size.mean()  # linearised for documents of different sizes
-    (low,), (high,) = mean_ends(
-        changes, *(ratio + REACH * (end - ratio) for end in (changes.min(), changes.max())), comparisons
-    )
+    least, most = (float(ratio + REACH * (end - ratio)) for end in (changes.min(), changes.max()))
+    (low,), (high,) = mean_ends(changes, least, most, comparisons)
     return Increase(rate.unit, count, ratio, float(low), float(high), float(changes.std(ddof=1)) / sqrt(count))
 
 

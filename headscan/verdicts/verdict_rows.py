@@ -135,9 +135,10 @@ def _verdict_row(arm: ArmRecord, scope: Scope, paired: PairedDifference) -> dict
 def _difference(row: Mapping[str, Any]) -> PairedDifference:
     """Return the difference in a row, which `_verdict_row` made."""
     retained = {name: 100 * row[column] for column, name in _RETAINED_SHARES.items() if row[column] is not None}
+    ends: dict[str, Any] = {name: tuple(100 * end for end in row[name]) for name in _ENDS}
     return PairedDifference(
         **{name: 100 * row[column] for column, name in _SHARES.items()},
-        **{name: tuple(100 * end for end in row[name]) for name in _ENDS},
+        **ends,
         **{name: row[name] for name in _EQUAL_COLUMNS},
         retained=Interval(**retained) if retained else None,
         chance=None if row["chance"] is None else 100 * row["chance"],
