@@ -36,12 +36,12 @@ from headscan.steps.run_evaluation import run_evaluation
 from headscan.steps.run_plan import measured_plans
 from headscan.steps.scan import Scan
 from headscan.store.output_files import write_text
-from headscan.store.verdict_limits import MIN_TEXTS_IN_LIMIT
+from headscan.store.verdict_limits import MIN_DOCUMENTS, MIN_TEXTS_IN_LIMIT
 from headscan.study.question_costs import QuestionCosts, limit_per_task, question_costs, repair_texts
 from headscan.study.study_answer import Saving, SavingKind, StudyAnswer
 from headscan.study.study_candidates import Candidates, ablations, best_criterion, caches, mask_arms, removals
 from headscan.study.study_step import FEWEST_STUDY_TEXTS, LONGEST_STUDY_TEXT, Study, StudyError, resumed, write_study
-from headscan.study.study_texts import StudyTexts, split_texts
+from headscan.study.study_texts import StudyTexts, document_of, split_texts
 from headscan.study.study_time import TimedPass, decided, measures_recall, study_seconds, time_pass
 from headscan.texts import TokenConfig
 from headscan.texts.continuation_task import CONTINUATION, write_task
@@ -386,7 +386,13 @@ class _Study:
         assert config.questions is not None
         tasks = config.tasks
         if not tasks.names:
-            folder = write_task(Path(config.out) / "task", self.texts.judged_files, config.questions, name=CONTINUATION)
+            folder = write_task(
+                Path(config.out) / "task",
+                self.texts.judged_files,
+                config.questions,
+                name=CONTINUATION,
+                document_of=document_of,
+            )
             tasks = TaskConfig((CONTINUATION,), include_path=str(folder))
         elif tasks.limit is None:
             tasks = replace(tasks, limit=limit_per_task(tasks, config.questions))
@@ -399,8 +405,11 @@ class _Study:
 
     def _read_text(self, corpus: Any, count: int, name: str) -> HeldOutText:
         tokenizer = self.run.identity.tokenizer
-        texts = read_spread(corpus, tokenizer, self.tokens, count, shortest=SHORTEST)
-        return HeldOutText(f"texts that {name}", chunks(tokenizer, texts, whole=True))
+        texts = chunks(tokenizer, read_spread(corpus, tokenizer, self.tokens, count, shortest=SHORTEST), whole=True)
+        documents = [document_of(text.document) for text in texts]
+        if len({*documents}) >= MIN_DOCUMENTS:  # of fewer, blocks are judged, and verdicts say of how many documents
+            texts = tuple(replace(text, document=of) for text, of in zip(texts, documents, strict=True))
+        return HeldOutText(f"texts that {name}", texts)
 
     def _evaluate(self, config: Evaluate, arms: list[Arm]) -> str:
         return run_evaluation(config, self.run, [BASELINE, *arms])

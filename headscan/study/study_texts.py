@@ -64,6 +64,16 @@ class StudyTexts:
         return sorted(file for part in (_MEASURE, _CHOOSE) for file in (self.folder / part).glob("*.txt"))
 
 
+#: Between the numbers of a block and of its document in the name of a block's file.
+_OF_DOCUMENT = " of document "
+
+
+def document_of(name: str | Path) -> str:
+    """Return the number of the document that a block's file is of, or the name of another file."""
+    name = Path(name)
+    return name.stem.partition(_OF_DOCUMENT)[2] or name.name
+
+
 class _Text(NamedTuple):
     """A document."""
 
@@ -115,7 +125,7 @@ def split_texts(
     shutil.rmtree(unfinished, ignore_errors=True)
     for part, of_part in parts.items():
         for number, block in enumerate(of_part):
-            write_text(unfinished / part / f"{number:05}.txt", block.text)
+            write_text(unfinished / part / f"{number:05}{_OF_DOCUMENT}{block.document}.txt", block.text)
     write_text(unfinished / mark.name, content)
     unfinished.rename(folder)
     return StudyTexts(folder)

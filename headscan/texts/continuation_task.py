@@ -8,7 +8,7 @@ most (mutual information); the likelihood alone would prefer text that is common
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,21 @@ _CONTEXT = 400
 _PASSAGE = 80
 
 
-def write_task(folder: Path, texts: Iterable[Path], questions: int, *, name: str = DEMO_TASK) -> Path:
+def write_task(
+    folder: Path,
+    texts: Iterable[Path],
+    questions: int,
+    *,
+    name: str = DEMO_TASK,
+    document_of: Callable[[Path], str] = lambda file: file.name,
+) -> Path:
     """Write at most ``questions`` questions from UTF-8 files and their lm-eval task; return the folder, an
-    ``include_path``. A hash of their contexts draws them; the same files always give the same questions.
+    ``include_path``. A hash of their contexts draws them; the same files always give the same questions. Verdicts
+    count questions of one ``document_of`` their files as dependent.
     """
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / f"{name}.jsonl"
-    rows = make_questions(texts, questions)
+    rows = [{**row, "document": document_of(Path(row["module"]))} for row in make_questions(texts, questions)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     description = {
         "task": name,
