@@ -15,6 +15,7 @@ from headscan.models.token_batches import pad
 from headscan.store.store import Store
 from headscan.texts import CorpusSpec, TokenConfig, open_corpus, sequences
 from headscan.texts.continuation_task import make_questions
+from headscan.texts.shared_runs import MOST_SHARED, shares_with
 from headscan.texts.stdlib_files import HELD_OUT_MODULES, held_out_files, seen_modules, standard_library_files
 from pipelines.demo_model.training_files import training_files
 
@@ -76,6 +77,10 @@ def test_training_and_the_built_in_corpus_never_see_a_held_out_module() -> None:
     assert len(seen) > 80
     assert len(held_out) > 20
     assert not seen & held_out
+    shares = shares_with(
+        *([path.read_text(errors="replace") for path in files()] for files in (held_out_files, seen_modules))
+    )
+    assert max(shares) <= MOST_SHARED
 
 
 def test_questions_are_deterministic_and_fair() -> None:

@@ -20,11 +20,24 @@ from headscan.export.decilm_folder import write_decilm
 from headscan.export.vllm_overrides import vllm_overrides
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
-from headscan.plans import HeadPlan, PlanError, WindowHeads, allocate, planned_model, random_scores
+from headscan.plans import (
+    HeadPlan,
+    PlanError,
+    WindowHeads,
+    allocate,
+    imported_scores,
+    own_budget,
+    planned_model,
+    random_scores,
+    read_pattern,
+)
 from headscan.plans.head_plan import Granularity
 from headscan.runs.model_identity import identify, model_facts
 from headscan.windows import Window
 from tests.small_models import make_loaded
+from tests.sources import SHARED
+
+SAMPLES = SHARED / "reference/duo-attention"
 
 
 def loaded(name: str) -> LoadedModel:
@@ -138,6 +151,30 @@ def test_a_large_plan_is_a_small_file() -> None:
     )
     text = json.dumps(vllm_overrides(plan, config, "x")[0], separators=(",", ":"))
     assert len(text) < 2048 and "'" not in text and sum(map(sum, json.loads(text)["head_plan"]["heads"])) == 320
+
+
+@pytest.mark.skipif(not SAMPLES.is_dir(), reason="no published patterns here")
+@pytest.mark.parametrize("name", ["Meta-Llama-3.1-8B-Instruct", "Mistral-7B-Instruct-v0.2", "Llama-2-7B-32K-Instruct"])
+def test_published_patterns_are_served(name: str) -> None:
+    pattern = read_pattern(SAMPLES / name)
+    layers, kv_heads = pattern.keep.shape
+    site = model_facts(make_loaded("llama"), None).sites[0]
+    site |= {"num_attention_heads": 32, "num_key_value_heads": kv_heads, "cache_heads": kv_heads}
+    scores = imported_scores(scores_of([site | {"layer": layer} for layer in range(layers)], layers).model, pattern)
+    plan = allocate(scores, own_budget(pattern, scores), sink=pattern.sink_size, recent=pattern.recent_size)
+    architecture = "MistralForCausalLM" if name.startswith("Mistral") else "LlamaForCausalLM"
+    config = SimpleNamespace(
+        model_type="llama",
+        architectures=[architecture],
+        num_hidden_layers=layers,
+        num_key_value_heads=kv_heads,
+        hidden_size=4096,
+        intermediate_size=14336,
+        vocab_size=32000,
+    )
+    served = read_back(vllm_overrides(plan, config, name)[0], config)
+    assert served.windows == ((128, 256),)
+    assert sum(map(sum, served.heads)) == len(plan.window_heads) > 0
 
 
 def test_the_command_writes_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ import headscan
 from headscan.catalog import SCORES, Score, statistics_for
 from headscan.cli.main import main
 from headscan.cluster.pool import InProcessPool
+from headscan.demo import MODEL_FOLDER
 from headscan.engine.arms import BASELINE, mask_arm
 from headscan.errors import HeadscanError, InterventionError, UnknownNameError, UnsupportedModelError
 from headscan.model_spec import ModelSpec
@@ -23,7 +24,7 @@ from headscan.runs.head_orders import find_run
 from headscan.runs.model_identity import identify, model_facts
 from headscan.settings.evaluation_settings import RecallQuestions, TaskConfig
 from headscan.steps.run_evaluation import run_evaluation
-from headscan.steps.run_sweep import SweepResult, _size, run_sweep
+from headscan.steps.run_sweep import SweepResult, _size, run_sweep, size_recall
 from headscan.steps.sweep import Sweep
 from headscan.store.store import Store
 from headscan.texts.harness import HeadscanLM
@@ -267,6 +268,18 @@ def test_recall_questions_follow_from_what_the_whole_model_recalls(
     """A quarter of the texts selects, and a rule and a mask are judged."""
     found, line = _size(kind, right, asked, 0.75, 2, fixed=fixed)
     assert (found, says in line) == (number, True), (found, line)
+
+
+@pytest.mark.slow
+def test_a_model_that_recalls_little_is_asked_more(tmp_path: Path) -> None:
+    spec = ModelSpec(str(MODEL_FOLDER), dtype="float32")
+    config = Sweep(spec, TaskConfig(("counting",)), RecallQuestions(lengths=(256,)))
+    run = run_on(InProcessPool(spec, THREADS), Store(tmp_path / "s.duckdb"))
+    sized = size_recall(config, run, judging_share=0.75, comparisons=2)
+    assert sized.recall is not None and sized.recall.in_all is not None
+    needles, copies = sized.recall.in_all.values()
+    assert 400 < needles < 1000 and 400 < copies < 1000
+    assert dataclasses.replace(sized, recall=config.recall) == config
 
 
 # User errors
