@@ -222,7 +222,7 @@ HEAD_EFFECTS = Table(
         metric VARCHAR {ACCURACY} (0 to 1), {LOSS} (nats per token), {BITS_PER_BYTE} or {BLEU} (0 to 100)
         baseline DOUBLE metric without ablation, on the same questions or documents
         effect DOUBLE metric with ablated heads minus baseline
-        standard_error DOUBLE? standard error of the effect, of {ACCURACY} within tasks; NULL with one document
+        standard_error DOUBLE? standard error of the effect; NULL with one document
         low DOUBLE? lower end of the effect's 95 % interval; NULL with too few documents
         high DOUBLE? upper end of the same interval; NULL with too few documents
         p_value DOUBLE two-sided p-value: for {ACCURACY} McNemar's exact test on documents, each gained or lost

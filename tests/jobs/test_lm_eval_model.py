@@ -31,12 +31,11 @@ pytestmark = pytest.mark.usefixtures("own_tasks_alone")
 
 #: Multiple choice, perplexity, rolling perplexity, and generation, and the number of questions of each.
 TASKS = ("counting", "ending", "reading", "telling")
-LIMIT = 3
 
 
 def results_of(model: Any, manager: TaskManager) -> dict[tuple[str, str], float]:
     with patch("lm_eval.evaluator.add_env_info"):  # starts a dozen programs
-        found = simple_evaluate(model=model, tasks=list(TASKS), task_manager=manager, limit=LIMIT, bootstrap_iters=0)
+        found = simple_evaluate(model=model, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0)
     assert found is not None
     return {
         (task, metric.partition(",")[0]): value
@@ -55,7 +54,7 @@ def test_every_kind_of_task_gives_the_numbers_of_evaluate(
     plan = plan_for(model_of(spec, headscan.load(spec.source)), [(0, 0), (1, 1), (2, 0)])
     file = plan.save(tmp_path / "plan.json")
     forward, decode = plan_arms(plan, ("forward", "decode"), 0)
-    config = Evaluate(spec, TaskConfig(TASKS, include_path=str(task_folder), limit=LIMIT), recall=None)
+    config = Evaluate(spec, TaskConfig(TASKS, include_path=str(task_folder)), recall=None)
     run_evaluation(config, run_on(pool, store), [BASELINE, mask, rule, forward, decode])
     rows = store.query("select name, task, metric, value from arm_results join arms using (arm_id)").to_pylist()
     heads = tmp_path / "heads.json"

@@ -207,7 +207,7 @@ def test_bad_settings_name_their_fix(on_text: Ablate, on_task: Ablate, tmp_path:
         ReplacementConfig("median")  # type: ignore[arg-type]
     with pytest.raises(InterventionError, match=r"`samples=1` \(limit 2\)"):
         ReplacementConfig(samples=1)
-    with pytest.raises(InterventionError, match=r"^`corpus` is required: name texts, or `tasks`, or `data` of"):
+    with pytest.raises(InterventionError, match=r"^`tasks` or `corpus` is required, or `data` of"):
         replace(on_text, corpus=None)
     with pytest.raises(InterventionError, match=r"^`sequences` has no effect with `tasks`: leave it out$"):
         replace(on_task, sequences=3)
@@ -293,14 +293,14 @@ def test_bad_options_name_their_fix(
     at = ["--store", str(store.path)]
     tasks = ["--tasks", "counting", "--include-path", str(task_folder), *at]
     corpus = ["--corpus", str(corpus_folder)]
-    fails(capsys, ["ablate", spec.source, *at], "--corpus is required: name texts, or --tasks, or --data")
+    fails(capsys, ["ablate", spec.source, *at], "--tasks or --corpus is required, or --data")
     fails(capsys, ["ablate", spec.source, *tasks, "--replace", "mean"], "needs texts: no corpus. Set --corpus")
-    fails(capsys, ["ablate", spec.source, *tasks, *corpus], "--corpus has no effect with --replace zero")
+    fails(capsys, ["ablate", spec.source, *tasks, *corpus], "--corpus has no effect on --replace zero")
     fails(capsys, ["ablate", spec.source, *tasks, "--sequences", "3"], "--sequences has no effect with --tasks")
     fails(capsys, ["evaluate", spec.source, *tasks, "--replace", "mean", "--heads", "0:1"], "Set --corpus")
-    fails(capsys, ["evaluate", spec.source, *tasks, *corpus, "--heads", "0:1"], "--corpus has no effect with --replace")
+    fails(capsys, ["evaluate", spec.source, *tasks, *corpus, "--heads", "0:1"], "--corpus has no effect on --replace")
     fails(capsys, ["evaluate", spec.source, *tasks, *corpus, "--replace", "mean"], "needs ablated heads")
-    fails(capsys, ["sweep", spec.source, *tasks, *corpus], "--corpus has no effect with --replace zero")
+    fails(capsys, ["sweep", spec.source, *tasks, *corpus], "--corpus has no effect on --replace zero")
     fails(capsys, ["sweep", spec.source, *tasks, "--replace", "mean"], "needs texts: no corpus. Set --corpus")
     fails(capsys, ["rank", "--by", "effect", *at], "Run `headscan ablate` first")
     generating = ["evaluate", spec.source, "--tasks", "telling", "--include-path", str(task_folder), "--no-recall", *at]

@@ -142,6 +142,7 @@ def test_the_index_of_a_folder_is_enough_for_its_tasks(
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "mine.yaml").write_text(json.dumps({"group": "mine", "task": ["counting"]}))
     own, made = lm_eval.tasks.TaskManager, []
+    own = getattr(own, "func", own)  # `own_tasks_alone` binds an argument
 
     class Counted(own):  # type: ignore[misc, valid-type]
         def __init__(self, include_path: str, include_defaults: bool = True) -> None:

@@ -19,9 +19,9 @@ from headscan.model_spec import ModelSpec
 from headscan.runs.model_identity import identify
 from headscan.runs.run_context import PoolFactory, Run
 from headscan.steps.probe import Probe
-from headscan.steps.run_probe import NEEDLES, ProbeResult, run_probe
+from headscan.steps.run_probe import NEEDLES, ProbeResult, _haystack, run_probe
 from headscan.store.store import Store
-from headscan.texts import CorpusError, CorpusSpec
+from headscan.texts import CorpusError, CorpusSpec, open_corpus
 from tests.jobs.cli.test_cli import fails
 from tests.jobs.conftest import of_threads, refuse
 from tests.small_models import make_model
@@ -63,7 +63,7 @@ def test_rows_equal_the_instruments_scores_and_are_measured_once(config: Probe, 
     def encode(text: str) -> tuple[int, ...]:
         return tuple(tokens(text, add_special_tokens=False)["input_ids"])
 
-    haystack = [i for path in sorted(Path(config.corpus.name).iterdir()) for i in encode(path.read_text())]
+    haystack = _haystack(open_corpus(config.corpus), identify(config.model), 600).tolist()
     needles = [Needle(encode(sentence), encode(cue)) for sentence, cue in NEEDLES]
     alone = headscan.probe(lm, settings=config.probe, haystack=haystack, needles=needles)
     assert list(alone) == list(BEHAVIOURS)

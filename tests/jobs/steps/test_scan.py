@@ -61,6 +61,7 @@ def run(config: Scan, store: Store, make_pool: PoolFactory = of_threads, **optio
 
 
 def test_rows_equal_the_result_of_collect(config: Scan, store: Store) -> None:
+    config = dataclasses.replace(config, tokens=TokenConfig(60, mode="chunk", min_tokens=5))
     full = dataclasses.replace(config, panel="full")
     result = run(full, store)
     assert result.measured > 3 and result.report is not None

@@ -471,7 +471,7 @@ def test_arms_join_the_run_of_their_questions(
 ) -> None:
     asked, said, mask = config(spec, task_folder, "counting"), list[str](), mask_arm([(1, 2), (0, 0)])
     run_id = run_evaluation(asked, run_on(pool, store, say=said.append), [BASELINE, mask])
-    assert [line.partition(": acc")[0] for line in said] == ["baseline", mask.name]
+    assert [line.partition(": acc")[0] for line in said] == [f"run {run_id}", "baseline", mask.name]
     (judged,) = judge(store, run_id).arms
     assert (judged.paired.questions, judged.arm.ablated_share) == (12, pytest.approx(2 / 18))
     said.clear()

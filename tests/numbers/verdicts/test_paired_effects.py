@@ -97,20 +97,6 @@ def test_of_accuracy_it_is_mcnemars_test() -> None:
     assert (found.n, found.baseline) == (100, 0.6)
 
 
-def test_the_error_of_accuracy_is_within_tasks_as_its_interval_is() -> None:
-    """One task of 200 questions loses 5 %, the other 60 %: the difference between the two is no error."""
-    rng = np.random.default_rng(0)
-    tasks, chances = ["a"] * 200 + ["b"] * 200, np.repeat([0.05, 0.6], 200)
-    base = PairedOutcomes.of(ACCURACY, np.ones(400), np.ones(400), tasks, [f"d{n}" for n in range(400)])
-    found = base.effect(1.0 * (rng.random(400) >= chances))
-    lost = -np.array([-found.low + found.effect, found.high - found.effect])
-    assert found.standard_error == pytest.approx(np.abs(lost).mean() / 1.97, rel=0.1)
-    pooled = outcomes(ACCURACY, np.ones(400)).effect(1.0 * (np.random.default_rng(0).random(400) >= chances))
-    assert found.standard_error < 0.9 * pooled.standard_error
-    alone = PairedOutcomes.of(ACCURACY, np.ones(2), np.ones(2), ["a", "a"], ["d", "d"]).effect(np.zeros(2))
-    assert alone.standard_error == np.inf
-
-
 def test_one_document_has_no_interval_and_equal_arms_no_effect() -> None:
     alone = PairedOutcomes.of(LOSS, np.array([3.0, 4.0]), np.ones(2), ["t", "t"], ["d", "d"]).effect(
         np.array([4.0, 4.0])

@@ -256,7 +256,7 @@ def test_a_pruned_model_is_evaluated_and_pruned_again(
         (["--share", "0.3", "--kv-counts", "divisors"], "--kv-counts divisors goes with --unit group: add it"),
         (["--share", "0.2", "--method", "entropy"], "has no finished scan"),
         (["--share", "0.2", "--tasks", "contin"], "did you mean counting"),
-        (["--share", "0.2", "--run", "abc"], "--run has no effect with --method damage: leave it out, or use a score"),
+        (["--share", "0.2", "--run", "abc"], "--run has no effect on --method damage (only on "),
         (["--share", "0.2", "--skip-verdict"], "--tasks has no effect with --skip-verdict"),
         (["--share", "0.2", "--repair", "none", "--distill", "3"], "Repair a projection, too"),
     ],
