@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headscan.ablation.masks import HeadMask
@@ -36,7 +37,7 @@ from headscan.study.run_study import _Study, run_study
 from headscan.study.study_answer import ABLATED, CACHED, REMOVED, Saving, StudyAnswer
 from headscan.study.study_candidates import write_heads
 from headscan.study.study_step import Study, StudyError, read_study, resumed, write_study
-from headscan.study.study_texts import _PARTS, split_texts
+from headscan.study.study_texts import _PARTS, document_of, split_texts
 from headscan.study.study_time import PassCosts, QuestionCosts, decided, study_seconds
 from headscan.texts import CorpusSpec
 from headscan.texts.continuation_task import write_task
@@ -379,6 +380,20 @@ def test_an_interrupted_split_begins_again(tmp_path: Path, monkeypatch: pytest.M
     files = [file.read_text() for file in parts.glob("*/*.txt")]
     assert len(files) == len(set(files)) == 20
     assert sorted(path.name for path in tmp_path.iterdir()) == ["parts", "texts"]
+
+
+def test_questions_of_blocks_name_the_document_that_these_are_cut_from(tmp_path: Path) -> None:
+    rng, folder = np.random.default_rng(0), tmp_path / "texts"
+    folder.mkdir()
+    for name in ("one", "two", "three"):
+        lines = (" ".join(map(str, rng.integers(0, 10_000, 12))) for _ in range(3_000))
+        (folder / f"{name}.txt").write_text("\n".join(lines))
+    files = split_texts(CorpusSpec(str(folder)), tmp_path / "parts").judged_files
+    assert len(files) > 3 and {document_of(file) for file in files} == {"0", "1", "2"}
+    assert document_of("book.txt") == "book.txt"
+    write_task(tmp_path / "task", files, 30, name="asked", document_of=document_of)
+    rows = [json.loads(line) for line in (tmp_path / "task" / "asked.jsonl").read_text().splitlines()]
+    assert {row["document"] for row in rows} == {"0", "1", "2"} and len({row["module"] for row in rows}) > 3
 
 
 def test_a_corpus_that_changed_is_no_longer_the_study_s(tmp_path: Path) -> None:
