@@ -27,6 +27,7 @@ from headscan.cluster.ray_pool import RayPool
 from headscan.cluster.ray_session import _check_answer, _check_port, connect, import_ray, start_local
 from headscan.model_spec import ModelSpec
 from tests.cluster import tasks
+from tests.cluster.conftest import wait_for
 from tests.cluster.tasks import Job
 from tests.sources import ROOT
 
@@ -240,7 +241,8 @@ def test_a_watch_ends_with_a_failed_start(monkeypatch: pytest.MonkeyPatch) -> No
     before = psutil.Process().children()
     with pytest.raises(PlacementError, match="Set TMPDIR to a shorter path"):
         ray_session.RaySession(1)
-    assert psutil.Process().children() == before and "HEADSCAN_LOCAL_RAY" not in {*os.environ} - marks
+    assert "HEADSCAN_LOCAL_RAY" not in {*os.environ} - marks
+    wait_for(lambda: psutil.Process().children() == before, "the watching process goes on")
 
 
 class DyingWorker:
