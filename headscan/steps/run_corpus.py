@@ -202,7 +202,7 @@ def run_shards(
         total_shards=total_shards,
     )
     shards_to_measure: Iterable[S] = chain(first_shards, all_shards)
-    return _measure_shards(
+    return measure_shards(
         run, record, measurement.task, shards_to_measure, report, total_sequences=total_sequences, part=part
     )
 
@@ -220,7 +220,7 @@ def _finished_result(run: Run, kind: RunKind, run_hash: str, part: Part | None) 
     return None
 
 
-def _measure_shards(
+def measure_shards(
     run: Run,
     record: RunRecord,
     task: Task[S, ShardTable],
