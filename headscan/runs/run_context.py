@@ -263,8 +263,10 @@ class Run(ModelContext):
                 with at_work("summary of all heads") if record.kind in SHARDED_KINDS else nullcontext():
                     self.store.finish_run(ledger.run_id, **ledger.closing)
         except BaseException as problem:
-            with suppress(StoreError):  # the first error is the one to report; a full disk also prevents this write
+            # The first error is the one to report; a full disk also prevents these writes.
+            with suppress(StoreError):
                 ledger.write()
+            with suppress(StoreError):
                 if isinstance(problem, Exception) and ledger.has_begun:
                     self.store.finish_run(ledger.run_id, **ledger.closing | {"status": "failed"})
             raise

@@ -164,7 +164,7 @@ def run_shards(
 
     Args:
         decides: What decides the numbers, next to the model and the measurement: the texts.
-        stores: The same for the store, as far as the hash of the texts does not have it.
+        stores: What the store records of the texts, next to their hash.
         longest: Tokens of the longest sequence.
         notes: Returns lines for the user once the first shards are read; True means that there are more.
     """
