@@ -8,9 +8,8 @@ from typing import Annotated
 from headscan.catalog import SCORES, STATISTICS
 from headscan.cli.verb_base import StoreVerb, say_run
 from headscan.options import Option
-from headscan.settings.evaluation_settings import MaxLoss, MaxPoints
+from headscan.settings.evaluation_settings import LOSS_LIMITS, POINT_LIMITS
 from headscan.steps.sweep import Confirm
-from headscan.store.verdict_limits import MARGIN, MAX_LOSS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +44,23 @@ class Report(StoreVerb):
         Option("first characters of another scan's id, or `none` (default: the newest other scan with the same heads)"),
     ] = None
     confirm: Confirm = True
-    max_loss: MaxLoss = MAX_LOSS
-    max_points: MaxPoints = MARGIN
+    max_loss: Annotated[
+        float | None,
+        Option(
+            "largest increase of the held-out loss of a safe arm, in nats per token (default: that of the evaluation)",
+            above=LOSS_LIMITS.above,
+            most=LOSS_LIMITS.most,
+        ),
+    ] = None
+    max_points: Annotated[
+        float | None,
+        Option(
+            "largest loss of accuracy of a safe arm, in percentage points (default: that of the evaluation)",
+            metavar="POINTS",
+            above=POINT_LIMITS.above,
+            below=POINT_LIMITS.below,
+        ),
+    ] = None
     out: Annotated[str, Option("output file")] = "report.html"
 
     def run(self) -> None:

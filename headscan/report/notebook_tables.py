@@ -18,7 +18,6 @@ from headscan.errors import HeadscanError, StoreError, StoreMissingError, check_
 from headscan.store.parquet_store import ParquetStore, store_at
 from headscan.store.records import RunKind
 from headscan.store.store import Store
-from headscan.store.verdict_limits import MARGIN, MAX_LOSS
 from headscan.text_tables import html_table
 
 if TYPE_CHECKING:
@@ -85,12 +84,14 @@ class StoreTables:
         """
         return self._of_run("all_arm_comparison", "evaluate", run, "arm, task")
 
-    def verdict(self, run: str | None = None, *, max_loss: float = MAX_LOSS, max_points: float = MARGIN) -> Verdict:
+    def verdict(
+        self, run: str | None = None, *, max_loss: float | None = None, max_points: float | None = None
+    ) -> Verdict:
         """Judge the finished arms of an evaluation.
 
         Args:
-            max_loss: Limit of the loss of text, in nats per token.
-            max_points: Limit of the loss of accuracy, in percentage points.
+            max_loss: Limit of the loss of text, in nats per token; None uses that by which the run's job judged.
+            max_points: Limit of the loss of accuracy, in percentage points; None likewise.
         """
         from headscan.verdicts.judge import judge  # slow to import, and tables do without it
 

@@ -36,12 +36,10 @@ from headscan.report.sections import (
 from headscan.store.output_files import write_text
 from headscan.store.provenance import same_model
 from headscan.store.store import Store
-from headscan.store.verdict_limits import MARGIN, MAX_LOSS
 from headscan.store.views import SUMMARISED
 from headscan.verdicts.confirmation import SweepChoice, judge_sweep
 from headscan.verdicts.curves import is_sweep, read_curves
 from headscan.verdicts.judge import Verdict, judge
-from headscan.verdicts.metrics import Increase
 
 
 class ReportError(HeadscanError):
@@ -74,10 +72,8 @@ def write_report(
     plan_file: str | Path | None = None,
     scores: Sequence[str] = (),
     confirm: bool = True,
-    max_loss: float = MAX_LOSS,
-    max_points: float = MARGIN,
-    losses: Mapping[str, Increase] | None = None,
-    comparisons: int = 1,
+    max_loss: float | None = None,
+    max_points: float | None = None,
     answers: Sequence[ReportAnswer] = (),
 ) -> Path:
     """Write a report atomically, without changing the store; the page loads nothing from the network.
@@ -86,8 +82,8 @@ def write_report(
     evaluation and the comparison. The evaluation and ``plan`` are of the scan's model; None leaves out the plan.
     Commands in the report name ``plan_file``; None leaves a placeholder. The map shows the first measured one of
     ``scores`` (scores and statistics) first; all measured ones can be selected. ``confirm`` judges the best arms of a
-    sweep on the questions that did not select them. `judge` explains ``max_loss``, ``max_points``, ``losses`` and
-    ``comparisons``. ``answers``, those of a study, stand instead of what the page itself makes of the evaluation.
+    sweep on the questions that did not select them. `judge` explains ``max_loss`` and ``max_points``. ``answers``,
+    those of a study, stand instead of what the page itself makes of the evaluation.
     """
     for name in scores:
         if name not in SUMMARISED:
@@ -104,16 +100,7 @@ def write_report(
     if plan is not None:
         check_model(plan, config_hash=run["model_config_hash"], weights_hash=run["weights_hash"], grid=run["grid"])
     verdict = (
-        None
-        if evaluation is None
-        else judge(
-            store,
-            evaluation["run_id"],
-            max_loss=max_loss,
-            max_points=max_points,
-            loss_increases=losses,
-            comparisons=comparisons,
-        )
+        None if evaluation is None else judge(store, evaluation["run_id"], max_loss=max_loss, max_points=max_points)
     )
     data = read_head_data(
         store, run, evaluation_id=None if evaluation is None else evaluation["run_id"], plan=plan, compared=compared

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 #: Limits of the largest loss increase of a safe arm, in nats per token.
 LOSS_LIMITS = Limits(above=0, most=100)
+#: Limits of the largest loss of accuracy of a safe arm, in percentage points.
+POINT_LIMITS = Limits(above=0, below=100)
 
 #: Prompt length that placement reserves memory for when tasks run. Longer prompts run alone, or fail.
 TASK_TOKENS = 2048
@@ -221,19 +223,6 @@ class TaskConfig:
         return self.apply_chat_template if self.fewshot_as_multiturn is None else self.fewshot_as_multiturn
 
 
-#: Option of every verb that judges arms by the loss of text.
-MaxLoss = Annotated[
-    float,
-    Option(
-        "largest increase of the held-out loss of a safe arm, in nats per token",
-        above=LOSS_LIMITS.above,
-        most=LOSS_LIMITS.most,
-    ),
-]
-#: Option of every verb that judges arms by a limit of accuracy that the user sets.
-MaxPoints = Annotated[
-    float, Option("largest loss of accuracy of a safe arm, in percentage points", metavar="POINTS", above=0, below=100)
-]
 #: Option of every verb that ablates heads.
 ReplacementOption = Annotated[
     ReplacementKind,

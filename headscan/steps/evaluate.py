@@ -94,7 +94,7 @@ class Evaluate(QuestionStep["Verdict"]):
             run_id = evaluate_chosen(step, run, self.arms)
         else:
             run_id = run_evaluation(step, run, [BASELINE, *(arm for arm in self.arms if arm is not BASELINE)])
-        return judge(run.store, run_id, max_loss=self.max_loss, baseline_alone=True)
+        return judge(run.store, run_id, baseline_alone=True)
 
     def check_inputs(self, store: Store) -> None:
         if isinstance(self.arms, ChosenArms):

@@ -45,11 +45,14 @@ class Purpose:
     Attributes:
         settings: Further JSON settings that identify the run in the store.
         judges_arms: Report each finished arm, and store its verdict.
+        look: Number of the planned look, from 1, that asks these questions; `Questions` has the earlier ones. None
+            without looks.
     """
 
     kind: RunKind = "evaluate"
     settings: Mapping[str, Any] = field(default_factory=dict)
     judges_arms: bool = True
+    look: int | None = None
 
 
 EVALUATE = Purpose()
@@ -75,7 +78,10 @@ def run_evaluation(
     record = _record(run, questions, rounding, purpose, config.share_prefixes)
     chunks = request_chunks(questions.requests, run.batch_tokens)
     failed = list[str]()
-    with run.ledger(record, extends=_lacks_arms(run.store, record, arms)) as ledger:
+    extends = purpose.look is not None or _lacks_arms(run.store, record, arms)
+    with run.ledger(record, extends=extends) as ledger:
+        if purpose.judges_arms and purpose.look is None:
+            ledger.closing["report"] = {"judging": {"max_loss": config.max_loss}}
         unfinished = _begin(run, ledger.run_id, arms, purpose)
         specs = dict.fromkeys(arm.model for arm in unfinished.values())
         for spec in sorted(specs, key=lambda spec: spec is not None):  # the model of the baseline is open
@@ -109,12 +115,12 @@ def _begin(run: Run, run_id: str, arms: Sequence[Arm], purpose: Purpose) -> dict
     unfinished, finished = dict[str, Arm](), list[Arm]()
     with run.store.one_transaction():
         for arm in arms:
-            record = _arm_record(run.store, run_id, arm)
+            record = replace(_arm_record(run.store, run_id, arm), look=purpose.look)
             if run.store.begin_arm(record):
                 finished.append(arm)
             else:
                 unfinished[record.arm_id] = arm
-    for arm in finished if purpose.judges_arms else ():
+    for arm in finished if purpose.judges_arms and purpose.look is None else ():
         run.say(f"{arm.name}: finished before")
     return unfinished
 
@@ -193,7 +199,8 @@ def _record(run: Run, questions: Questions, rounding: str, purpose: Purpose, sha
         purpose.kind,
         run.fingerprint(identifying),
         config=settings
-        | {"dtype": run.model.dtype, "groups": questions.tasks.groups, "requests": len(questions.requests)},
+        | {"dtype": run.model.dtype, "groups": questions.tasks.groups}
+        | ({} if questions.of_look else {"requests": len(questions.requests)}),
         bos_policy=None if questions.examples is not None else questions.config.bos,
         corpus=questions.name,
         corpus_hash=fingerprint(questions.fingerprint()),
@@ -232,7 +239,9 @@ def _finish_arm(
         share = len(arm.removed) / (facts.grid.total_heads + len(arm.removed))
     else:
         share = questions.ablated_share({key: share for key, (_, share) in answers.items()})
-    store.finish_arm(arm_id, graded.answers, results=graded.results, ablated_share=share)
+    # The results of one look are of a part of the questions.
+    results = None if questions.of_look else graded.results
+    store.finish_arm(arm_id, graded.answers, results=results, ablated_share=share)
     return _figures(arm, graded, share)
 
 

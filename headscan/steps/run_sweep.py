@@ -210,7 +210,7 @@ def run_sweep(config: Sweep, run: Run) -> SweepResult:
     evaluate_run = run_evaluation(evaluation, run, arms, questions=questions, purpose=purpose)
     if config.confirm:
         record_confirmation(run.store, evaluate_run)
-    verdict = judge(run.store, evaluate_run, max_loss=evaluation.max_loss)
+    verdict = judge(run.store, evaluate_run)
     with at_work("verdicts on the choices"):
         return SweepResult(scan_run, verdict, judge_sweep(run.store, verdict, confirm=config.confirm))
 

@@ -227,6 +227,7 @@ class ArmRecord:
         config: Further settings and measured numbers as JSON data, such as ``kv_shares`` of a plan by length, and
             ``swept`` of the arms that a sweep tried or drew.
         ablated_share: Measured share of ablated or removed heads, 0 to 1; None before the arm is finished.
+        look: Last planned look, from 1, whose questions it is asked, after those of earlier ones; None without looks.
     """
 
     arm_id: str = ""
@@ -242,6 +243,7 @@ class ArmRecord:
     replacement: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     ablated_share: float | None = None
+    look: int | None = None
 
     @property
     def weights_left(self) -> float | None:

@@ -302,12 +302,12 @@ class Store:
 
     def begin_arm(self, arm: ArmRecord) -> bool:
         """Begin an arm, or find it by its id, which takes its name and the entries of ``config`` that it lacks. Return
-        True if all its answers are stored; an unfinished arm sets the run to running.
+        True if all its answers are stored, up to its look; an unfinished arm sets the run to running.
         """
         with self._writing() as connection:
             _require_run(connection, arm.run_id)
             same = connection.execute(
-                "SELECT arm_id, name, status, config FROM arms WHERE arm_id = $1 OR (run_id = $2 AND name = $3)",
+                "SELECT arm_id, name, status, look, config FROM arms WHERE arm_id = $1 OR (run_id = $2 AND name = $3)",
                 [arm.arm_id, arm.run_id, arm.name],
             ).fetchall()
             if any(arm_id != arm.arm_id for arm_id, *_ in same):
@@ -318,18 +318,21 @@ class Store:
                 row = {**vars(arm), "config": to_json(arm.config), "status": "running", "started_at": begun}
                 _insert_record(connection, "arms", row)
             else:
-                [(_, name, status, config)] = same
+                [(_, name, status, look, config)] = same
                 stored = json.loads(config)
                 if name != arm.name:
                     connection.execute("UPDATE arms SET name = ? WHERE arm_id = ?", [arm.name, arm.arm_id])
                 if arm.config.keys() - stored.keys():
                     merged = to_json({**arm.config, **stored})
                     connection.execute("UPDATE arms SET config = ? WHERE arm_id = ?", [merged, arm.arm_id])
-                if status == "finished":
+                wanted, done = arm.look or 1, (look or 1) - (status != "finished")
+                if done >= wanted:
                     return True
+                if wanted > done + 1:
+                    raise StoreError(f"arm {arm.name} has no answers of look {wanted - 1}. Ask them first")
                 connection.execute(
-                    "UPDATE arms SET status = 'running', started_at = ?, finished_at = NULL WHERE arm_id = ?",
-                    [begun, arm.arm_id],
+                    "UPDATE arms SET status = 'running', look = ?, started_at = ?, finished_at = NULL WHERE arm_id = ?",
+                    [arm.look, begun, arm.arm_id],
                 )
             _reopen_run(connection, arm.run_id)
             return False
@@ -337,18 +340,18 @@ class Store:
     def finish_arm(
         self, arm_id: str, answers: pa.Table, *, results: pa.Table | None = None, ablated_share: float | None = None
     ) -> None:
-        """Replace an arm's answers and close it, in one transaction; its units are deleted. ``answers`` has one row
-        per task and question: ``task, question, correct`` (NULL without a right answer), and any of ``recall``
-        (default: false), ``doc_hash, target, response, log_likelihoods, metrics`` (JSON text). ``results`` has one row
-        per task or group, metric and filter: ``task, is_group, metric, filter, value, standard_error, questions``.
-        ``ablated_share`` is the measured share of ablated heads, 0 to 1.
+        """Replace an arm's answers, or add those of a later look, and close it, in one transaction; its units are
+        deleted. ``answers`` has one row per task and question: ``task, question, correct`` (NULL without a right
+        answer), and any of ``recall`` (default: false), ``doc_hash, target, response, log_likelihoods, metrics`` (JSON
+        text). ``results`` has one row per task or group, metric and filter: ``task, is_group, metric, filter, value,
+        standard_error, questions``. ``ablated_share`` is the measured share of ablated heads, 0 to 1.
         """
         with self._writing() as connection:
-            _require_arm(connection, arm_id)
+            look = _require_arm(connection, arm_id)[1] or 1
             optional = [c for c in TABLES["answers"].names if c not in (*_ANSWER_KEYS, "arm_id")]
             _check_columns("answers", answers, _ANSWER_KEYS, optional)
             _forget_verdicts(connection, arm_id)
-            for table in ("units", "answers", "arm_results"):
+            for table in ("units", *(("answers", "arm_results") if look == 1 else ())):
                 connection.execute(f"DELETE FROM {table} WHERE arm_id = ?", [arm_id])
             recall: dict[str, Any] = {} if "recall" in answers.column_names else {"recall": False}
             _insert(connection, "answers", answers, check=False, arm_id=arm_id, **recall)
@@ -625,13 +628,14 @@ def _finite(name: str) -> str:
     return f"CASE WHEN isfinite({name}) THEN {name} END AS {name}"
 
 
-def _require_arm(connection: duckdb.DuckDBPyConnection, arm_id: str) -> str:
-    """Return an arm's status; raise StoreError for an unknown arm."""
+def _require_arm(connection: duckdb.DuckDBPyConnection, arm_id: str) -> tuple[str, int | None]:
+    """Return an arm's status and look; raise StoreError for an unknown arm."""
     # fetchall: DuckDB cannot register a table while a result is partly read.
-    rows = connection.execute("SELECT status FROM arms WHERE arm_id = ?", [arm_id]).fetchall()
+    rows = connection.execute("SELECT status, look FROM arms WHERE arm_id = ?", [arm_id]).fetchall()
     if not rows:
         raise StoreError(f"the store has no arm {arm_id}. Call begin_arm first")
-    return str(rows[0][0])
+    [found] = rows
+    return found
 
 
 def _forget_verdicts(connection: duckdb.DuckDBPyConnection, arm_id: str) -> None:

@@ -79,6 +79,7 @@ ARMS = Table(
             mean (constant) or resample (independent of the input); NULL if the arm ablates none
         config JSON all other settings
         ablated_share DOUBLE? measured share of ablated or removed heads, 0 to 1
+        look INTEGER? last planned look, from 1, whose questions the arm was asked; NULL without looks
         started_at TIMESTAMPTZ time when the arm last began
         finished_at TIMESTAMPTZ? time when the arm finished
         status VARCHAR running or finished
@@ -139,8 +140,8 @@ ARM_VERDICTS = Table(
         low DOUBLE lower end of the difference's 95 % interval, -1 to 1: Gaffke's bound over whole texts, of which
             one more is lost
         high DOUBLE upper end of the same interval, -1 to 1: one more text is gained
-        lows DOUBLE[] lower ends for 1, 2, 3, 5, 10, 20, 100 and 10,000 comparisons; those for other numbers lie
-            between
+        lows DOUBLE[] lower ends for 1, 2, 3, 5, 10, 20, 100, 10,000 and 10,000,000 comparisons; those for
+            other numbers lie between
         highs DOUBLE[] upper ends of the same intervals
         standard_error DOUBLE standard error of the difference over independent texts, at most 1
         gained INTEGER number of questions on which the arm is better

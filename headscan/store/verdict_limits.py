@@ -21,14 +21,14 @@ def z_quantile(tail: float) -> float:
 POWER = 0.8
 
 
-def rare_event_factor(comparisons: int) -> float:
+def rare_event_factor(comparisons: float) -> float:
     """Return the factor ``log(TAIL / comparisons) / log(TAIL)``, which widens an interval of rare events. The chance to
     see no such event falls exponentially with their number; this ratio of logarithms exceeds that of normal quantiles.
     """
     return log(TAIL / comparisons) / log(TAIL)
 
 
-def identical_questions(comparisons: int = 1, max_points: float = MARGIN) -> int:
+def identical_questions(comparisons: float = 1, max_points: float = MARGIN) -> int:
     """Return the minimum number of questions with which identical answers are safe. If a share of `max_points` of the
     answers were lost, ``n`` questions would show none of them with a probability of ``(1 - max_points / 100)**n``.
     """

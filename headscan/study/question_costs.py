@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -32,8 +33,10 @@ _ASKED_FIRST = 32
 def question_costs(config: Study, run: Run, texts: StudyTexts) -> QuestionCosts:
     """Count the tokens of some questions, and ask the whole model recall questions that judge nothing."""
     assert config.max_tokens is not None
-    enough = enough_questions(CHANGED, config.kind_count, config.max_points)
-    made = len(make_questions(texts.judged_files, enough))
+    kinds = config.kind_count
+    # Of the error of later hours half is left, which is as much as for twice as many kinds.
+    enough, later = (enough_questions(CHANGED, times * kinds, config.max_points) for times in (1, 2))
+    made = len(make_questions(texts.judged_files, max(later, config.questions or 0, config.max_questions or 0)))
     if not config.tasks.names and not made:
         raise StudyError(
             "no question can be made of the texts that judge: each needs about 800 characters of one text. Give longer"
@@ -56,15 +59,15 @@ def question_costs(config: Study, run: Run, texts: StudyTexts) -> QuestionCosts:
         raise StudyError("the tasks have no question with a right answer, so they cannot judge. Choose other `tasks`")
     asked = RecallQuestions(lengths=(config.max_tokens - 1,), questions=_ASKED_FIRST, seed=1)
     recall_tokens = _recall_tokens(config, asked, run)
-    needed, words = [0], []
+    needed, words = [(0, 0)], []
     if config.recall_questions is None and recall_tokens:
         asking = Evaluate(config.model, recall=asked)
         for kind, (right, number) in whole_model_recall(asking, run).items():
             words.append(f"{kind} {right:.0f} %")
             if solves(kind, right, number):
-                needed.append(recall_needed(kind, right, config.kind_count))
+                needed.append((recall_needed(kind, right, kinds), recall_needed(kind, right, 2 * kinds)))
     repairing = 0 if config.prune_shares == () else repair_texts(run, config.max_tokens)
-    return QuestionCosts(tokens, recall_tokens, enough, available, max(needed), ", ".join(words), repairing)
+    return QuestionCosts(tokens, recall_tokens, (enough, later), available, max(needed), ", ".join(words), repairing)
 
 
 def repair_texts(run: Run, tokens: int) -> int:
@@ -89,8 +92,13 @@ def _recall_tokens(config: Study, asked: RecallQuestions, run: Run) -> float:
         return 0.0
 
 
-def limit_per_task(tasks: TaskConfig, questions: int) -> int:
-    """Return the limit with which the tasks have about ``questions`` questions together, at least one each."""
-    sizes = Tasks(tasks).available.values()
+def limits_per_task(tasks: TaskConfig, numbers: Sequence[int]) -> list[int]:
+    """Return the limits with which the tasks have about these numbers of questions together, at least one each; no
+    question is none of each.
+    """
+    sizes = [min(size, tasks.limit or size) for size in Tasks(tasks).available.values()]
     limits = range(1, max(sizes, default=1) + 1)
-    return max(1, bisect_right(limits, questions, key=lambda limit: sum(min(size, limit) for size in sizes)))
+    return [
+        max(1, bisect_right(limits, number, key=lambda limit: sum(min(size, limit) for size in sizes))) if number else 0
+        for number in numbers
+    ]

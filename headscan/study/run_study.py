@@ -32,23 +32,26 @@ from headscan.steps.probe import Probe
 from headscan.steps.prune.prune_step import Prune
 from headscan.steps.prune.pruned_arms import BuiltModel
 from headscan.steps.prune.work_folder import delivered_model
-from headscan.steps.run_evaluation import run_evaluation
+from headscan.steps.run_evaluation import Purpose, run_evaluation
 from headscan.steps.run_plan import measured_plans
 from headscan.steps.scan import Scan
 from headscan.store.output_files import write_text
 from headscan.store.verdict_limits import MIN_DOCUMENTS, MIN_TEXTS_IN_LIMIT
-from headscan.study.question_costs import QuestionCosts, limit_per_task, question_costs, repair_texts
+from headscan.study.question_costs import QuestionCosts, limits_per_task, question_costs, repair_texts
 from headscan.study.study_answer import Saving, SavingKind, StudyAnswer
 from headscan.study.study_candidates import Candidates, ablations, best_criterion, caches, mask_arms, removals
 from headscan.study.study_step import FEWEST_STUDY_TEXTS, LONGEST_STUDY_TEXT, Study, StudyError, resumed, write_study
 from headscan.study.study_texts import StudyTexts, document_of, split_texts
-from headscan.study.study_time import TimedPass, decided, measures_recall, study_seconds, time_pass
+from headscan.study.study_time import TimedPass, decided, looks_of, measures_recall, study_seconds, time_pass
 from headscan.texts import TokenConfig
 from headscan.texts.continuation_task import CONTINUATION, write_task
 from headscan.texts.held_out_text import HeldOutText, chunks
 from headscan.texts.sequences import read_spread
-from headscan.verdicts.metrics import Increase, exceeds
-from headscan.verdicts.ordered_shares import Outcome, ShareVerdict, judge_shares, read_losses
+from headscan.texts.tasks import Questions
+from headscan.verdicts.judge import judge
+from headscan.verdicts.looks import Look
+from headscan.verdicts.metrics import Increase, exceeds, read_losses
+from headscan.verdicts.ordered_shares import Outcome, ShareVerdict, goes_on, judge_shares
 
 
 def run_study(config: Study, run: Run) -> StudyAnswer:
@@ -156,10 +159,10 @@ class _Study:
         """Run every step and write the answers."""
         scan_run = self._scan_run
         candidates = self._candidates()
-        losses = self._losses([arm for each in candidates for arm in each.arms])
-        run_id, judged = self._judged(candidates, losses)
+        loss_run, losses = self._losses([arm for each in candidates for arm in each.arms])
+        run_id, judged, more = self._judged(candidates, loss_run, losses)
         savings = tuple(each.saving_of(judged[each.kind]) for each in candidates)
-        report = self._report(scan_run, run_id, losses, savings)
+        report = self._report(scan_run, run_id, savings)
         grid = self.run.facts.grid
         answer = StudyAnswer(
             model=self.run.identity.name,
@@ -173,6 +176,7 @@ class _Study:
             max_points=self.config.max_points,
             savings=savings,
             losses=losses,
+            more_questions=self._looks[-1].questions if more else 0,
             report=str(report),
             store=str(self.run.store.path),
             seconds=time.monotonic() - self.started,
@@ -236,7 +240,7 @@ class _Study:
         text = self._read_text(self.texts.choose, max(FEWEST_STUDY_TEXTS, self._judged_texts // 2), "choose")
         recall_plan = self._recall(config.recall_prompts, seed=1)
         choosing = Evaluate(config.model, recall=recall_plan, text=text)
-        run_id = self._evaluate(choosing, [arm for of_one in arms.values() for arm in of_one])
+        run_id = run_evaluation(choosing, self.run, [BASELINE, *(arm for of_one in arms.values() for arm in of_one)])
         best = best_criterion(self.run, run_id, arms, config.max_loss)
         return arms[best], best
 
@@ -284,48 +288,74 @@ class _Study:
         self._begin_step(f"5. pruning: heads chosen by {method}, projections repaired")
         return list(pruning.execute(self.run).models)
 
-    def _losses(self, arms: list[Arm]) -> dict[str, Increase]:
-        """Return the increases of the judged loss by arm name, widened for the kinds of savings."""
+    def _losses(self, arms: list[Arm]) -> tuple[str, dict[str, Increase]]:
+        """Return the run that judges the loss, and its increases by arm name, widened for the kinds of savings."""
         self._begin_step("6. held-out loss of every candidate")
         reading = Evaluate(self.config.model, recall=None, text=self._judged_text)
-        return read_losses(self.run.store, self._evaluate(reading, arms), comparisons=self.config.kind_count)
+        run_id = run_evaluation(reading, self.run, [BASELINE, *arms])
+        return run_id, read_losses(self.run.store, run_id, comparisons=self.config.kind_count)
 
     def _judged(
-        self, candidates: Sequence[Candidates], losses: dict[str, Increase]
-    ) -> tuple[str, dict[SavingKind, list[ShareVerdict]]]:
-        """Ask the questions from small to large shares; each kind ends with its first failure. Return the run's id and
-        the verdicts of every kind, of which each has at least one.
+        self, candidates: Sequence[Candidates], loss_run: str, losses: Mapping[str, Increase]
+    ) -> tuple[str, dict[SavingKind, list[ShareVerdict]], bool]:
+        """Ask the questions of the looks, from small to large shares; each kind ends with its first share that is not
+        safe. The hours limit all but the questions of the first hours about the smallest shares. Return the run's id,
+        the verdicts of every kind, of which each has at least one, and True if more hours can ask more.
         """
-        config = self.config
+        config, looks = self.config, self._looks
         self._begin_step("7. questions, from small to large shares; the first failure ends each kind")
         judged: dict[SavingKind, list[ShareVerdict]] = {}
         tried = {each.kind: each for each in candidates}
-        live = dict.fromkeys(tried, 0)
-        while live:
+        number, look, run_id = dict.fromkeys(tried, 0), dict.fromkeys(tried, 1), ""
+        while number:
             # The arms of one round share the work of the baseline.
-            asked = [tried[kind].arms[number] for kind, number in live.items()]
-            run_id = self._evaluate(self._judging, [a for a in asked if not exceeds(losses[a.name], config.max_loss)])
-            for kind, number in list(live.items()):
-                shares = tried[kind].saving.tried
-                judged[kind] = judge_shares(
-                    self.run.store,
-                    run_id,
-                    shares,
-                    losses,
-                    max_loss=config.max_loss,
-                    max_points=config.max_points,
-                    comparisons=config.kind_count,
-                )
+            first = min(look.values())
+            kinds = [kind for kind in number if look[kind] == first]
+            of_first_hours = looks[first - 1].questions <= (config.questions or 0)
+            certain = not judged or (of_first_hours and any(number[kind] == 0 for kind in kinds))
+            if not certain and not self._has_time("further questions"):
+                return run_id, judged, True
+            asked = [tried[kind].arms[number[kind]] for kind in kinds]
+            asked = [arm for arm in asked if not exceeds(losses[arm.name], config.max_loss)]
+            run_id = self._ask(first, [BASELINE, *asked], loss_run)
+            verdict = judge(self.run.store, run_id, baseline_alone=True)
+            for kind in kinds:
+                judged[kind] = judge_shares(verdict, tried[kind].saving.tried, losses)
                 last = judged[kind][-1]
-                self.run.say(f"{kind.name}, {last.share:.1%}: {last.label}{f' ({last.why})' if last.why else ''}")
-                live[kind] = number + 1
-                if last.outcome is not Outcome.SAFE or number + 1 == len(shares):
-                    del live[kind]
-            if live and not self._has_time("larger shares"):
-                break
-        return run_id, judged
+                if last.look is not None and goes_on(verdict.by_name[last.name], looks):
+                    look[kind] = last.look + 1
+                    continue
+                on = f" on {last.questions:,} questions" * bool(last.questions)
+                self.run.say(f"{kind.name}, {last.share:.1%}{on}: {last.label}{f' ({last.why})' if last.why else ''}")
+                number[kind], look[kind] = len(judged[kind]), 1
+                if last.outcome is not Outcome.SAFE or number[kind] == len(tried[kind].arms):
+                    del number[kind], look[kind]
+        return run_id, judged, False
 
-    def _report(self, scan_run: str, run_id: str, losses: Mapping[str, Increase], savings: Sequence[Saving]) -> Path:
+    def _ask(self, look: int, arms: Sequence[Arm], loss_run: str) -> str:
+        """Ask the questions of a look that earlier ones did not ask; return the run's id."""
+        config, looks = self.config, self._looks
+        judging = {
+            "kinds": config.kind_count,
+            "max_loss": config.max_loss,
+            "max_points": config.max_points,
+            "looks": looks,
+            "losses": loss_run,
+        }
+        limits, recall = [0, *self._limits], [0, *(each.recall for each in looks)]
+        ranges = range(limits[look - 1], limits[look]), range(recall[look - 1], recall[look])
+        asked = self._recall(recall[look], seed=0) if ranges[1] else None
+        every = self._recall(recall[-1], seed=0)
+        purpose = Purpose(
+            settings={"judging": judging, "limit": limits[-1], "recall": None if every is None else every.settings()},
+            look=look,
+        )
+        questions = Questions(self._tasks, asked, self.run.identity, recall_only=True, part=ranges)
+        return run_evaluation(
+            Evaluate(config.model, self._tasks, asked), self.run, arms, questions=questions, purpose=purpose
+        )
+
+    def _report(self, scan_run: str, run_id: str, savings: Sequence[Saving]) -> Path:
         plan = load_plan(self._plan_file) if self._plan_file.exists() else None
         finished = self._count("SELECT count(*) FROM arms WHERE run_id = ? AND status = 'finished'", run_id)
         return write_report(
@@ -335,10 +365,6 @@ class _Study:
             evaluate_run=run_id if finished > 1 else None,
             plan=plan,
             plan_file=None if plan is None else self._plan_file,
-            max_loss=self.config.max_loss,
-            max_points=self.config.max_points,
-            losses=losses,
-            comparisons=self.config.kind_count,
             answers=[saving.card() for saving in savings],
         )
 
@@ -381,24 +407,29 @@ class _Study:
         return self._read_text(self.texts.judge, self._judged_texts, "judge")
 
     @cached_property
-    def _judging(self) -> Evaluate:
+    def _looks(self) -> tuple[Look, ...]:
+        """The looks, which follow from the recorded settings."""
+        return looks_of(self.config)
+
+    @cached_property
+    def _tasks(self) -> TaskConfig:
+        """The tasks that judge; without names those that are made from the judging texts."""
         config = self.config
-        assert config.questions is not None
-        tasks = config.tasks
-        if not tasks.names:
-            folder = write_task(
-                Path(config.out) / "task",
-                self.texts.judged_files,
-                config.questions,
-                name=CONTINUATION,
-                document_of=document_of,
-            )
-            tasks = TaskConfig((CONTINUATION,), include_path=str(folder))
-        elif tasks.limit is None:
-            tasks = replace(tasks, limit=limit_per_task(tasks, config.questions))
-        assert config.recall_questions is not None
-        recall = self._recall(config.recall_questions, seed=0)
-        return Evaluate(config.model, tasks, recall)
+        if config.tasks.names or not config.max_questions:
+            return config.tasks
+        folder = write_task(
+            Path(config.out) / "task",
+            self.texts.judged_files,
+            config.max_questions,
+            name=CONTINUATION,
+            document_of=document_of,
+        )
+        return TaskConfig((CONTINUATION,), include_path=str(folder))
+
+    @cached_property
+    def _limits(self) -> list[int]:
+        """The number of questions of each task that are asked by each look."""
+        return limits_per_task(self._tasks, [look.questions for look in self._looks])
 
     def _recall(self, questions: int, seed: int) -> RecallQuestions | None:
         return RecallQuestions(lengths=(self._recall_tokens,), questions=questions, seed=seed) if questions else None
@@ -410,9 +441,6 @@ class _Study:
         if len({*documents}) >= MIN_DOCUMENTS:  # of fewer, blocks are judged, and verdicts say of how many documents
             texts = tuple(replace(text, document=of) for text, of in zip(texts, documents, strict=True))
         return HeldOutText(f"texts that {name}", texts)
-
-    def _evaluate(self, config: Evaluate, arms: list[Arm]) -> str:
-        return run_evaluation(config, self.run, [BASELINE, *arms])
 
     def _questions(self, run_id: str) -> int:
         """Return the number of benchmark questions with a right answer that the baseline answered."""

@@ -128,6 +128,7 @@ class StudyAnswer:
         questions: Benchmark questions that judge.
         texts: Texts whose loss is judged.
         tokens: Length of the texts and of the recall questions.
+        more_questions: Questions up to which the same command with more hours asks; 0 if it asks no more.
         losses: Increase of the held-out loss by arm, with intervals widened for the kinds of savings.
         seconds: Time of this call.
         steps: Approximate seconds of each step, of a dry run alone; it has no savings.
@@ -148,6 +149,7 @@ class StudyAnswer:
     store: str
     seconds: float
     steps: Mapping[str, float] = field(default_factory=dict)
+    more_questions: int = 0
 
     def __str__(self) -> str:
         """Return the answers as two tables, savings and every judged share; of a dry run, the steps."""
@@ -176,9 +178,16 @@ class StudyAnswer:
                 text_table(savings),
                 text_table(self._share_rows()),
                 limits,
+                *self._more(),
                 f"report  {self.report}\nstore   {self.store}",
             ]
         )
+
+    def _more(self) -> list[str]:
+        """Return what more hours would do, if they do anything."""
+        if not self.more_questions:
+            return []
+        return [f"The same command with more --hours goes on, and asks up to {self.more_questions:,} questions."]
 
     def _repr_html_(self) -> str:
         return html_text(str(self))
@@ -211,6 +220,7 @@ class StudyAnswer:
                     {
                         "arm": f"{saving.kind.name} {100 * share:.3g}%",
                         "heads": f"{head_count(share, saving.units)}",
+                        "questions": f"{verdict.questions:,}" if verdict is not None and verdict.questions else "",
                         "accuracy": "" if paired is None else paired.interval.words(1),
                         "expected": "" if expected is None else expected.interval.words(1),
                         "loss": self.losses[name].numbers(),

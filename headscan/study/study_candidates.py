@@ -20,7 +20,8 @@ from headscan.store.records import ArmKind
 from headscan.store.verdict_limits import MIN_RETAINED
 from headscan.study.study_answer import ABLATED, CACHED, REMOVED, Saving, SavingKind
 from headscan.verdicts.judge import judge
-from headscan.verdicts.ordered_shares import ShareVerdict, read_losses
+from headscan.verdicts.metrics import read_losses
+from headscan.verdicts.ordered_shares import ShareVerdict
 
 
 @dataclass(frozen=True)

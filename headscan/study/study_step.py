@@ -11,7 +11,7 @@ from headscan.catalog import CRITERIA, DEFAULT_SINK, IMPORTANCES, RECALL_NAMES, 
 from headscan.errors import HeadscanError
 from headscan.options import Group, Option, check_limits
 from headscan.settings.corpus_settings import DEMO_CORPUS, SHORTEST, CorpusSpec
-from headscan.settings.evaluation_settings import RECALL_PROMPTS, TASK_TOKENS, MaxLoss, MaxPoints, TaskConfig
+from headscan.settings.evaluation_settings import LOSS_LIMITS, POINT_LIMITS, RECALL_PROMPTS, TASK_TOKENS, TaskConfig
 from headscan.settings.option_values import file_values, make_settings
 from headscan.steps.results import Result
 from headscan.steps.step import Step
@@ -71,6 +71,8 @@ class Study(Step["StudyAnswer"]):
         judge: Texts that judge instead of a part of ``corpus``; None uses the part.
         recall_questions: None asks as many as the time allows; 0 asks none, and measures on texts alone. None becomes 0
             if no question fits the texts or the tokenizer.
+        max_questions: Questions up to which later calls with more hours may ask, at looks that are planned before the
+            first question (`headscan.verdicts.looks`); None asks no more than ``questions`` where these are given.
         search: Search for better plans with real windows; None does so if the time allows it.
         prune_by: ``damage``, ``criterion`` (the chosen one, which needs ``shares``), or None, which takes damage if the
             time allows it, or if there is no criterion.
@@ -111,7 +113,9 @@ class Study(Step["StudyAnswer"]):
             least=MIN_TEXTS_IN_LIMIT,
         ),
     ] = None
-    questions: Annotated[int | None, Option("number of questions (default: as the time allows)", least=1)] = None
+    questions: Annotated[
+        int | None, Option("number of questions, or 0: loss and recall alone (default: as the time allows)", least=0)
+    ] = None
     recall_questions: Annotated[
         int | None,
         Option(
@@ -120,8 +124,34 @@ class Study(Step["StudyAnswer"]):
             multiple=4,
         ),
     ] = None
-    max_loss: MaxLoss = MAX_LOSS
-    max_points: MaxPoints = MARGIN
+    max_questions: Annotated[
+        int | None,
+        Option(
+            "number of questions up to which more hours may ask (default: `--questions`; as many as show a harmless "
+            "share to be safe if the time decides)",
+            least=0,
+        ),
+    ] = None
+    max_recall_questions: Annotated[
+        int | None, Option("the same for the questions of each recall task", least=0, multiple=4)
+    ] = None
+    max_loss: Annotated[
+        float,
+        Option(
+            "largest increase of the held-out loss of a safe arm, in nats per token",
+            above=LOSS_LIMITS.above,
+            most=LOSS_LIMITS.most,
+        ),
+    ] = MAX_LOSS
+    max_points: Annotated[
+        float,
+        Option(
+            "largest loss of accuracy of a safe arm, in percentage points",
+            metavar="POINTS",
+            above=POINT_LIMITS.above,
+            below=POINT_LIMITS.below,
+        ),
+    ] = MARGIN
     judge: Annotated[
         CorpusSpec | None,
         Option("another corpus that judges (default: a part of the corpus)", metavar="CORPUS", parse=CorpusSpec),
@@ -163,6 +193,10 @@ class Study(Step["StudyAnswer"]):
                 f"`recent={self.recent}` (limit {widest} in texts of {self.max_tokens} tokens, of which a window also "
                 f"keeps the first {DEFAULT_SINK}). Lower `recent`, or raise `max_tokens`"
             )
+        for name, most in (("questions", self.max_questions), ("recall_questions", self.max_recall_questions)):
+            asked = getattr(self, name)
+            if asked is not None and most is not None and most < asked:
+                raise StudyError(f"`max_{name}={most}` (limit {asked}, `{name}`). Raise it, or leave it out")
         # A study that decides by itself records `search=False`, and a way to choose the removed heads, in any case.
         for name, shares, is_given in (
             ("criteria", "shares", self.criteria != Study.criteria),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 import torch
@@ -17,7 +18,10 @@ from headscan.catalog import CRITERIA, RECALL_FAMILIES
 from headscan.models.loaded_model import LoadedModel
 from headscan.runs.progress import time_text
 from headscan.steps.prune.model_costs import wait_for
+from headscan.store.verdict_limits import identical_questions
 from headscan.study.study_step import FEWEST_JUDGED_TEXTS, FEWEST_STUDY_TEXTS, MOST_STUDY_TEXTS, SHARE_SETTINGS, Study
+from headscan.verdicts.looks import Look, planned_looks
+from headscan.verdicts.paired import shown_change
 
 #: Share of the time that the steps before the questions may take.
 _STEPS = 0.6
@@ -81,10 +85,11 @@ class QuestionCosts:
 
     Attributes:
         tokens, recall_tokens: Tokens of a benchmark question, and of one question of each recall task together.
-        enough: Benchmark questions with which a share that changes 3 % of the answers is shown to be safe.
+        enough: Benchmark questions with which a share that changes 3 % of the answers is shown to be safe; the second
+            number is for questions that later hours ask, by which half of the error is left.
         available: Number of benchmark questions that the tasks have.
-        enough_recall: Recall questions of each kind with which such a share is shown to keep recall; 0 if the model
-            recalls too little to judge.
+        enough_recall: Recall questions of each kind with which such a share is shown to keep recall, and the same for
+            later hours; 0 if the model recalls too little to judge.
         recalls: What the whole model recalls, in words.
         repair_texts: Fewest texts that repair a pruned model: the widest projection that is solved has as many columns
             as these have tokens, with a quarter to spare for shorter texts.
@@ -92,9 +97,9 @@ class QuestionCosts:
 
     tokens: float
     recall_tokens: float
-    enough: int
+    enough: tuple[int, int]
     available: int
-    enough_recall: int
+    enough_recall: tuple[int, int]
     recalls: str
     repair_texts: int = 0
 
@@ -159,12 +164,9 @@ def decided(config: Study, speed: float, costs: QuestionCosts, say: Callable[[st
     recall = config.recall_questions
     if recall is None:
         afford = int(_MOST_RECALL_TIME * tokens / costs.recall_tokens)
-        recall = 4 * (max(_FEWEST_RECALL, min(costs.enough_recall, afford)) // 4)
-    questions = config.questions
-    if questions is None:
-        afford = int((tokens - recall * costs.recall_tokens) / costs.tokens)
-        questions = min(costs.available, max(_FEWEST, min(costs.enough, afford)))
-    config = replace(config, questions=questions, recall_questions=recall)
+        recall = 4 * (max(_FEWEST_RECALL, min(costs.enough_recall[0], afford)) // 4)
+    spare = tokens - recall * costs.recall_tokens
+    config = _with_questions(replace(config, recall_questions=recall), costs, int(spare / costs.tokens))
     steps = study_seconds(config, costs, speed)
     say(
         f"a forward pass reads {speed:,.0f} tokens per second; about {time_text(sum(steps.values()))} in all"
@@ -173,19 +175,81 @@ def decided(config: Study, speed: float, costs: QuestionCosts, say: Callable[[st
     width = max(map(len, steps))
     for name, each in steps.items():
         say(f"  {name:<{width}}  {time_text(each)}")
-    needs = f"{costs.enough:,} questions"
-    if costs.enough_recall:
-        needs += f" and {costs.enough_recall:,} of each recall task (the whole model: {costs.recalls})"
-    judging = min(questions, costs.available)
-    tokens_enough = costs.enough * costs.tokens + costs.enough_recall * costs.recall_tokens
-    say(
-        f"{config.sequences} texts measure; {config.judged_texts} texts, {judging:,} questions and {recall} of each"
-        f" recall task judge. To show that a harmless share, which changes {CHANGED:.0%} of the answers, is safe takes"
-        f" about {needs}, with which the study takes {time_text(before + arms * tokens_enough / speed)}"
-    )
-    if costs.recalls and not costs.enough_recall:
+    say(f"{config.sequences} texts measure, and {config.judged_texts} texts and the questions judge")
+    per_question = arms * costs.tokens / speed
+    enough_seconds = before + arms * costs.enough_recall[0] * costs.recall_tokens / speed
+    say(what_can_be_shown(config, costs, lambda questions: enough_seconds + questions * per_question))
+    if costs.recalls and not costs.enough_recall[0]:
         say(f"the whole model hardly solves the recall tasks ({costs.recalls}): what is safe may still cost recall")
     return config
+
+
+def looks_of(config: Study) -> tuple[Look, ...]:
+    """Return the planned looks of settings without open decisions."""
+    assert config.questions is not None and config.recall_questions is not None
+    assert config.max_questions is not None and config.max_recall_questions is not None
+    first, last = (config.questions, config.recall_questions), (config.max_questions, config.max_recall_questions)
+    return planned_looks(first, last, config.kind_count)
+
+
+def _with_questions(config: Study, costs: QuestionCosts, afford: int) -> Study:
+    """Return settings with the numbers of questions of the first hours, which allow ``afford``, and of later hours. The
+    first hours ask none that could not show even identical answers to be safe, if recall is asked.
+    """
+    given, recall = config.questions, config.recall_questions
+    assert recall is not None
+    available = costs.available if config.max_questions is None else min(costs.available, config.max_questions)
+    questions = min(available, max(_FEWEST, min(costs.enough[0], afford))) if given is None else given
+    most = config.max_questions
+    if most is None:
+        later = given is None and questions < costs.enough[0]
+        most = max(questions, min(costs.available, costs.enough[1])) if later else questions
+    most_recall = config.max_recall_questions
+    if most_recall is None:
+        most_recall = (
+            max(recall, costs.enough_recall[1]) if most > questions and costs.enough_recall[0] > recall else recall
+        )
+    config = replace(config, questions=questions, max_questions=most, max_recall_questions=most_recall)
+    if given is None and recall and identical_questions(_comparisons(config), config.max_points) > questions:
+        config = replace(config, questions=0)
+    return config
+
+
+def _comparisons(config: Study) -> float:
+    """Return the number of comparisons for which the intervals of the first hours' questions are widened."""
+    return next((look.comparisons for look in looks_of(config) if look.questions == config.questions), 1.0)
+
+
+def what_can_be_shown(config: Study, costs: QuestionCosts, seconds: Callable[[int], float]) -> str:
+    """Return in words what the questions can show, and the options with which they show a harmless share to be safe.
+    ``seconds`` returns how long a study takes that asks a number of questions.
+    """
+    questions, comparisons = config.questions or 0, _comparisons(config)
+    recall = f" and {config.recall_questions} of each recall task" * bool(config.recall_questions)
+    change = shown_change(questions, comparisons, config.max_points)
+    if not questions:
+        shown = (
+            f"no benchmark question{recall}: too few would fit to show that anything is safe, so loss and recall judge"
+        )
+    elif change < 0:
+        shown = f"{questions:,} questions{recall} judge, which cannot show that anything is safe"
+    else:
+        shown = (
+            f"{questions:,} questions{recall} judge: in four of five cases they show that a share is safe which changes"
+            f" up to {change:.1%} of the answers and loses none; where answers are choices, more"
+        )
+    if change >= CHANGED:
+        return shown
+    ways = []
+    if costs.available >= costs.enough[0]:
+        ways.append(f"--hours {ceil(10 * seconds(costs.enough[0]) / 3600) / 10:g}")
+    points = (p for p in (2, 3, 5, 10) if p > config.max_points and shown_change(questions, comparisons, p) >= CHANGED)
+    if (wider := next(points, None)) is not None:
+        ways.append(f"--max-points {wider}")
+    if config.kind_count > 1:
+        ways.append("fewer kinds of savings (such as --shares none)")
+    needed = f"{shown}. A harmless share changes about {CHANGED:.0%}, which takes {costs.enough[0]:,} questions"
+    return f"{needed}: {', or '.join(ways)}" if ways else needed
 
 
 def study_seconds(

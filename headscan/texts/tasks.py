@@ -192,10 +192,12 @@ class TaskResults:
 
 
 class Tasks:
-    """The tasks of lm-eval: `collect` asks once for all requests, and `results` grades the answers of each arm."""
+    """The tasks of lm-eval: `collect` asks once for all requests, and `results` grades the answers of each arm.
+    ``part`` takes a range of each task's drawn questions; None takes those up to the limit.
+    """
 
-    def __init__(self, config: TaskConfig) -> None:
-        self._config = config
+    def __init__(self, config: TaskConfig, part: range | None = None) -> None:
+        self._config, self._part = config, part
         self._without_examples: list[str] = []
         self._cloze: dict[str, Any] = {}
         self._loaded: Any = {"tasks": {}, "groups": {}}
@@ -224,10 +226,18 @@ class Tasks:
     @cached_property
     def _drawn(self) -> dict[str, list[int]]:
         """The numbers of each task's questions that a hash of their content draws; empty without a limit."""
-        limit = self._config.limit
-        if limit is None:
+        if self._config.limit is None and self._part is None:
             return {}
-        return {name: draw_items(map(_content, task.eval_docs), limit) for name, task in self._loaded["tasks"].items()}
+        part, drawn = range(self._config.limit or 0) if self._part is None else self._part, {}
+        for name, task in self._loaded["tasks"].items():
+            contents = [*map(_content, task.eval_docs)]
+            drawn[name] = sorted({*draw_items(contents, part.stop)} - {*draw_items(contents, part.start)})
+        return drawn
+
+    @cached_property
+    def _asking(self) -> dict[str, Any]:
+        """The tasks that have questions to ask."""
+        return {name: task for name, task in self._loaded["tasks"].items() if self._drawn.get(name, True)}
 
     @property
     def notes(self) -> list[str]:
@@ -248,25 +258,25 @@ class Tasks:
                 groups |= {name: members} | ({name + CLOZE_SUFFIX: cloze} if cloze else {})
         return groups
 
-    def fingerprint(self) -> str:
-        """Return a hash of the questions and their grading."""
+    def fingerprint(self, *, undrawn: bool = False) -> str:
+        """Return a hash of the questions and their grading, or with ``undrawn`` of all that the tasks have."""
         digest = hashlib.sha256(version("lm_eval").encode())
         for name, task in sorted(self._loaded["tasks"].items()):
             grading = {key: getattr(task.config, key, None) for key in _GRADING}
             digest.update(json.dumps([name, grading], sort_keys=True, default=_source).encode())
-            for question in self._contents(name):
+            for question in self._contents(name, undrawn=undrawn):
                 digest.update(question.encode())
         return digest.hexdigest()
 
-    def _contents(self, name: str) -> list[str]:
-        """Return the contents of a task's questions that are asked."""
+    def _contents(self, name: str, *, undrawn: bool = False) -> list[str]:
+        """Return the contents of a task's questions that are asked, or with ``undrawn`` of all."""
         every = [_content(question) for question in self._loaded["tasks"][name].eval_docs]
-        return [every[number] for number in self._drawn[name]] if self._drawn else every
+        return [every[number] for number in self._drawn[name]] if self._drawn and not undrawn else every
 
     def collect(self, adapter: HeadscanLM) -> None:
         """Build all requests and pass them to the adapter, which collects them."""
         requests: dict[str, list[Any]] = {}
-        for name, task in self._loaded["tasks"].items():
+        for name, task in self._asking.items():
             if getattr(task, "MULTIMODAL", False) or getattr(task, "UNSAFE_CODE", False):
                 what = "shows images" if getattr(task, "MULTIMODAL", False) else "runs code that the model writes"
                 raise HarnessError(f"task {name} {what}, but only text tasks are supported. Use another task")
@@ -293,9 +303,7 @@ class Tasks:
     def questions(self) -> int:
         """Number of questions with right answers; 0 before ``collect``."""
         return sum(
-            len({instance.doc_id for instance in task.instances})
-            for task in self._loaded["tasks"].values()
-            if _is_graded(task)
+            len({instance.doc_id for instance in task.instances}) for task in self._asking.values() if _is_graded(task)
         )
 
     @property
@@ -320,11 +328,11 @@ class Tasks:
         )
 
     def results(self, adapter: HeadscanLM, responses: Mapping[str, LogLikelihood | str]) -> TaskResults:
-        if not self._config.names:
+        if not self._asking:
             return TaskResults(answer_table({}, {}), _result_table({"results": {}}))
         from lm_eval.evaluator import evaluate as run_tasks
 
-        for task in self._loaded["tasks"].values():
+        for task in self._asking.values():
             for instance in task.instances:
                 instance.resps.clear()
                 instance.filtered_resps.clear()
@@ -333,7 +341,7 @@ class Tasks:
         with quiet_harness(), _named_failure(f"the answers to {names} cannot be graded"):
             output: Any = run_tasks(
                 lm=adapter,
-                task_dict=self._loaded,
+                task_dict=self._loaded if self._part is None else {"tasks": self._asking, "groups": {}},
                 samples=self._drawn or None,
                 bootstrap_iters=_BOOTSTRAP,
                 log_samples=True,
@@ -432,7 +440,8 @@ def _built_already(**options: Any) -> None:
 class Questions:
     """Requests by their hash, built once, and the grading of an arm's answers. ``recall``, ``text`` and ``examples``
     None omit recall questions, ordinary text and labelled examples; with ``recall_only``, recall questions alone are
-    enough.
+    enough. ``part`` are the ranges of the drawn questions of each task, and of each recall task, that a look asks; None
+    asks all, up to the limits.
     """
 
     def __init__(
@@ -444,11 +453,13 @@ class Questions:
         *,
         examples: ExampleQuestions | None = None,
         recall_only: bool = False,
+        part: tuple[range, range] | None = None,
     ) -> None:
         if not tasks.names and text is None and examples is None and not recall_only:
             raise HarnessError("no tasks. Name at least one in `tasks`")
         self.config = tasks
-        self.tasks = Tasks(tasks)
+        self._part = part
+        self.tasks = Tasks(tasks, *(part or ())[:1])
         self._lm = HeadscanLM(identity, bos=tasks.bos)
         self.tasks.collect(self._lm)
         self._identity = identity
@@ -465,6 +476,8 @@ class Questions:
         if recall is not None:
             try:
                 self._recall = recall_questions(identity.tokenizer, recall, identity.max_tokens, bos=self.config.bos)
+                if self._part is not None:
+                    self._recall = [each for each in self._recall if each.question in self._part[1]]
             except (RecallError, CorpusError) as problem:  # the context or the tokenizer does not fit
                 if recall.lengths is not None:
                     raise RecallError(f"{problem}. Change the recall lengths, or ask no recall questions") from problem
@@ -473,6 +486,11 @@ class Questions:
         self.requests: dict[str, AnyRequest] = {**self._lm.requests, **recall_requests}
         for source in self._sources:
             self.requests |= source.requests
+
+    @property
+    def of_look(self) -> bool:
+        """True if these are the questions of one look, and other looks have more."""
+        return self._part is not None
 
     @property
     def _sources(self) -> list[HeldOutText | ExampleQuestions]:
@@ -490,7 +508,11 @@ class Questions:
         }
 
     def fingerprint(self) -> dict[str, str]:
-        """Return hashes of everything that determines the answers and their grades."""
+        """Return hashes of everything that determines the answers and their grades. Of a look they are those of all
+        questions that the tasks have.
+        """
+        if self.of_look:
+            return {"tasks": self.tasks.fingerprint(undrawn=True)}
         requests = hashlib.sha256("".join(self.requests).encode()).hexdigest()
         recall = hashlib.sha256(repr([(q.task, q.question, q.answer) for q in self._recall]).encode()).hexdigest()
         text = {} if self.text is None else {"text": self.text.fingerprint()}

@@ -36,18 +36,22 @@ def can_be_judged(store: Store, run_id: str) -> bool:
 
 
 def finished_arms(store: Store, run_id: str) -> FinishedArms:
-    """Return the finished arms of a run; raise VerdictError unless exactly one of them is a baseline."""
+    """Return the finished arms of a run, and those that a later look asks with their last finished look; raise
+    VerdictError unless exactly one of them is a baseline.
+    """
     names = [each.name for each in fields(ArmRecord)]
     rows = store.query(
         f"SELECT {', '.join(names)}, status FROM arms WHERE run_id = ?"
         f" ORDER BY kind IN ({CONTROL_KINDS_SQL}), started_at, name",
         [run_id],
     ).to_pylist()
-    arms = [
-        ArmRecord(**{**row, "kind": ArmKind(row["kind"]), "config": json.loads(row["config"])})
-        for row in rows
-        if row.pop("status") == "finished"
-    ]
+    arms = list[ArmRecord]()
+    for row in rows:
+        if (running := row.pop("status") != "finished") and (row["look"] or 1) == 1:
+            continue
+        look = None if row["look"] is None else row["look"] - running
+        config = json.loads(row["config"])
+        arms.append(ArmRecord(**{**row, "kind": ArmKind(row["kind"]), "config": config, "look": look}))
     baselines = [arm for arm in arms if arm.kind is ArmKind.BASELINE]
     if len(baselines) != 1:
         raise VerdictError(f"run {run_id} has {len(baselines)} finished baselines (limit 1). Run its command again")
@@ -168,15 +172,18 @@ class _ScopeQuestions:
 
 
 def read_answers(store: Store, baseline: ArmRecord, others: Sequence[ArmRecord]) -> AnswerSheets:
-    """Return the answers of a baseline and of other arms."""
+    """Return the answers of a baseline and of other arms, which were asked the same questions. Where looks asked the
+    baseline more, those that the others were asked count.
+    """
+    asked = next((arm for arm in others if arm.look != baseline.look), None)
     table = store.query(
         f"WITH scored AS ({_SCORED_TASKS})"
-        " SELECT arm_id, task, question, recall, doc_hash, document, correct,"
+        " SELECT arm_id, task, question, recall, doc_hash, document, correct, len(log_likelihoods) AS choices,"
         " CASE WHEN task IN (FROM scored) THEN"
         " 1 / list_sum(list_transform(log_likelihoods, lambda x: exp(x - log_likelihoods[target::INT + 1]))) END"
         " AS expected FROM answers"
-        " WHERE correct IS NOT NULL AND list_contains($2, arm_id) ORDER BY arm_id, task, question",
-        [baseline.arm_id, [arm.arm_id for arm in (baseline, *others)]],
+        f" WHERE correct IS NOT NULL AND list_contains($2, arm_id) AND {_ASKED} ORDER BY arm_id, task, question",
+        [baseline.arm_id, [arm.arm_id for arm in (baseline, *others)], None if asked is None else asked.arm_id],
     )
     sheets = _by_arm(table)
     empty = table.slice(0, 0)
@@ -193,7 +200,7 @@ def read_answers(store: Store, baseline: ArmRecord, others: Sequence[ArmRecord])
     return AnswerSheets(
         tasks=_task_numbers(tasks),
         texts=np.where(baseline_sheet["recall"].to_numpy(), numbers // QUESTIONS_PER_TEXT, numbers),
-        chance=_chance(store, baseline, tasks),
+        chance=_chance(baseline_sheet, tasks),
         correct={arm_id: sheet["correct"].to_numpy() for arm_id, sheet in sheets.items()},
         scopes=scopes,
         expected=expected,
@@ -209,6 +216,8 @@ def _document_numbers(names: pa.ChunkedArray) -> np.ndarray | None:
     return np.where(known, np.unique(names.fill_null("").to_numpy(), return_inverse=True)[1], -1)
 
 
+#: Condition on a question: the arm $3 was asked it, or there is no such arm.
+_ASKED = "($3 IS NULL OR (task, question) IN (SELECT (task, question) FROM answers WHERE arm_id = $3))"
 #: Tasks of the benchmark whose answers are the choices with the highest stored scores, in every answer of the baseline.
 #: A task that is graded by another ranking, such as scores by character, is counted.
 _SCORED_TASKS = """
@@ -230,28 +239,14 @@ def _expected(sheet: pa.Table) -> np.ndarray:
     return np.where(impossible, 0.0, np.where(np.isnan(expected), counted, expected))
 
 
-def _chance(store: Store, baseline: ArmRecord, tasks: np.ndarray) -> np.ndarray:
-    """Return 1 / choices, the accuracy of guessing, for each question. NaN stands for answers without choices
-    (generated texts, a single likelihood) and for tasks with partial credit, whose grade is not that of the likeliest
-    choice. Choices that differ in frequency can be guessed more often.
+def _chance(sheet: pa.Table, tasks: np.ndarray) -> np.ndarray:
+    """Return 1 / choices, the accuracy of guessing, for each question of the baseline. NaN stands for answers without
+    choices (generated texts, a single likelihood) and for tasks with partial credit, whose grade is not that of the
+    likeliest choice. Choices that differ in frequency can be guessed more often.
     """
-    rows = store.query(
-        "SELECT task, len(log_likelihoods) AS choices,"
-        " bool_and(correct IN (0, 1)) OVER (PARTITION BY task) AS without_credit"
-        " FROM answers WHERE arm_id = ? AND correct IS NOT NULL ORDER BY task, question",
-        [baseline.arm_id],
-    )
-    assert rows.num_rows == len(tasks)
-    choices = np.array(
-        [
-            count if count is not None and count > 1 and without_credit else np.nan
-            for count, without_credit in zip(
-                rows["choices"].to_pylist(), rows["without_credit"].to_pylist(), strict=True
-            )
-        ],
-        dtype=float,
-    )
-    return 1 / choices
+    credit = np.unique(tasks[~np.isin(sheet["correct"].to_numpy(), (0, 1))])
+    choices = sheet["choices"].fill_null(0).to_numpy().astype(float)
+    return np.where((choices > 1) & ~np.isin(tasks, credit), 1 / np.maximum(choices, 1), np.nan)
 
 
 def _task_numbers(tasks: np.ndarray) -> np.ndarray:

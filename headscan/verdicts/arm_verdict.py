@@ -74,7 +74,10 @@ class Gap(NamedTuple):
 
 #: Label of an arm that is not shown to be safe, where a known number of questions could show it.
 TOO_FEW_QUESTIONS = "too few questions"
-#: The same where a known number of texts, whose loss is measured, is needed, with or without more questions.
+#: Label of an arm that shows no loss of text and of recall, and was asked no other question.
+NOT_ASKED = "not asked"
+#: The same as `TOO_FEW_QUESTIONS` where a known number of texts, whose loss is measured, is needed, with or without
+#: more questions.
 TOO_FEW_TEXTS = "too few texts"
 #: The same where a known number of questions would hardly show it, if the estimate of the accuracy is true.
 PROBABLY_LOSES = "probably loses"
@@ -119,7 +122,7 @@ class ArmVerdict:
     tasks: tuple[TaskVerdict, ...] = ()
     controls: Controls | None = None
     judging_share: float = 1.0
-    comparisons: int = 1
+    comparisons: float = 1
     max_loss: float = MAX_LOSS
     max_points: float = MARGIN
 
@@ -152,13 +155,15 @@ class ArmVerdict:
     @property
     def loses_accuracy(self) -> bool:
         """True if a loss of more than the limit is shown, by the expected accuracy or by the count."""
-        return any(each.shows_loss(self.max_points) for each in (self.judging, self.paired))
+        return self.accuracy is not None and any(
+            each.shows_loss(self.max_points) for each in (self.judging, self.paired)
+        )
 
     @cached_property
     def decision(self) -> Decision:
-        """The verdict on a judged arm. It loses if any aspect shows a loss, and is safe if all show that none exceeds
+        """The verdict on an arm. It loses if any aspect shows a loss, and is safe if all show that none exceeds
         its limit: the drop of accuracy, the rise of the loss of text that was read, and the loss of recall that the
-        baseline has.
+        baseline has. Without accuracy it is not shown to be safe.
         """
         shows_loss = {
             Aspect.TEXT: bool(self.text_losses),
@@ -172,7 +177,7 @@ class ArmVerdict:
         gaps = []
         if self.open_texts:
             gaps.append(Gap(Aspect.TEXT, max(_all_known(self.open_texts.values()), default=None)))
-        if not self.paired.above_chance:
+        if self.accuracy is None or not self.accuracy.above_chance:
             gaps.append(Gap(Aspect.ACCURACY, None))
         elif not self.keeps_accuracy:
             gaps.append(Gap(Aspect.ACCURACY, self.questions_needed))
@@ -198,9 +203,12 @@ class ArmVerdict:
         """The verdict as a table shows it: "safe, recall unknown" names what of recall is unknown, "safe on these
         4 documents" how few documents the questions are made from; "too few questions"
         and "too few texts" are not shown, but would be by a known number of questions, or of texts and questions;
-        "probably loses" is not shown, and if the estimate is true, such a number would hardly help.
+        "probably loses" is not shown, and if the estimate is true, such a number would hardly help; "not asked" had
+        recall questions alone.
         """
         gaps = self.decision.gaps
+        if self.accuracy is None and gaps:
+            return NOT_ASKED
         if any(gap.aspect is Aspect.ACCURACY and self._probably_loses for gap in gaps):
             return PROBABLY_LOSES
         if self.outcome is Outcome.NOT_SHOWN and all(gap.needed is not None for gap in gaps):
@@ -393,10 +401,12 @@ def _gap(verdict: ArmVerdict, aspect: Aspect) -> str:
             for each, needed in verdict.open_texts.items()
         )
     if aspect is Aspect.ACCURACY:
+        if verdict.accuracy is None:
+            return "only the loss of text and recall were measured"
         if not verdict.paired.above_chance:
             return "the model itself is at or near chance on these questions"
         return f"may lose more than {points_words(verdict.max_points)}" if verdict.questions_needed is None else ""
-    if not verdict.paired.above_chance:
+    if verdict.accuracy is not None and not verdict.accuracy.above_chance:
         return ""
     families = (each for each in verdict.open_recall if each.questions_needed is None)
     return "; ".join(f"may lose {each.family} (keeps {each.share_words()})" for each in families)
@@ -404,11 +414,11 @@ def _gap(verdict: ArmVerdict, aspect: Aspect) -> str:
 
 def _questions_missing(verdict: ArmVerdict) -> str:
     """Return how many questions of each kind would be enough; empty if no such number is known."""
-    if not verdict.paired.above_chance:
+    if verdict.accuracy is not None and not verdict.accuracy.above_chance:
         return ""
     needed = []
     lacks_accuracy = any(gap.aspect is Aspect.ACCURACY for gap in verdict.decision.gaps)
-    if verdict.questions_needed is not None and lacks_accuracy:
+    if lacks_accuracy and verdict.accuracy is not None and verdict.questions_needed is not None:
         needed.append(f"{about(verdict.questions_needed)} questions{_estimate(verdict)}")
     families = [each for each in verdict.open_recall if each.questions_needed is not None]
     needed += [f"{each.questions_needed:,} {each.family} questions" for each in families]

@@ -19,7 +19,7 @@ _DISTANCES = np.logspace(-7, 4, 80)[:, None]
 #: Numbers of comparisons for which ends are computed; those of other numbers are interpolated, and of more than the
 #: last the last is used. In terms of normal quantiles an end is a straight line or bends outwards, so that what is
 #: interpolated is too wide rather than too narrow.
-LEVELS = (1, 2, 3, 5, 10, 20, 100, 10_000)
+LEVELS = (1, 2, 3, 5, 10, 20, 100, 10_000, 10_000_000)
 _QUANTILES = [-z_quantile(TAIL / level) for level in LEVELS]
 
 
@@ -52,7 +52,7 @@ def lower_ends(values: np.ndarray, added: float, quantiles: Sequence[float]) -> 
     return np.interp(chances, at[order], means[low, 0][order])
 
 
-def mean_ends(values: np.ndarray, lowest: float, highest: float, comparisons: int | None = None) -> np.ndarray:
+def mean_ends(values: np.ndarray, lowest: float, highest: float, comparisons: float | None = None) -> np.ndarray:
     """Return the lower and the upper ends (2, levels) of the 95 % interval of a mean, for `LEVELS`; with
     ``comparisons`` for this number alone, (2, 1). One added number is ``lowest`` or ``highest``.
     """
@@ -60,6 +60,6 @@ def mean_ends(values: np.ndarray, lowest: float, highest: float, comparisons: in
     return np.stack([lower_ends(values, lowest, quantiles), -lower_ends(-values, -highest, quantiles)])
 
 
-def end_for(ends: Sequence[float], comparisons: int) -> float:
+def end_for(ends: Sequence[float], comparisons: float) -> float:
     """Return the end for a number of comparisons, at least 1, from those for `LEVELS`."""
     return float(np.interp(z_quantile(TAIL / comparisons), [-quantile for quantile in _QUANTILES], ends))

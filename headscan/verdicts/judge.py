@@ -15,7 +15,8 @@ from headscan.store.verdict_limits import BENCHMARK_SPLITS, MARGIN, MAX_LOSS, RE
 from headscan.verdicts.answer_sheets import BENCHMARK, EXPECTED, Scope, finished_arms
 from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.controls import Controls, PrunedControls, judge_controls, pruned_controls
-from headscan.verdicts.metrics import Increase, TaskMetric, read_metrics
+from headscan.verdicts.looks import Look
+from headscan.verdicts.metrics import Increase, TaskMetric, read_losses, read_metrics
 from headscan.verdicts.paired import PairedDifference
 from headscan.verdicts.scope_verdicts import RecallVerdict, task_verdicts, widened_differences
 from headscan.verdicts.verdict_rows import differences_by_arm, read_verdict_rows
@@ -74,34 +75,41 @@ def judge(
     store: Store,
     run_id: str,
     *,
-    max_loss: float = MAX_LOSS,
-    max_points: float = MARGIN,
+    max_loss: float | None = None,
+    max_points: float | None = None,
     loss_increases: Mapping[str, Increase] | None = None,
-    comparisons: int = 1,
+    comparisons: float | None = None,
     baseline_alone: bool = False,
 ) -> Verdict:
     """Judge every finished arm of an evaluate run. Comparisons that the store lacks are computed, not written.
+
+    What is None is that by which the run's job judged, so that one run has one verdict: limits, kinds of savings,
+    planned looks, and the run that measured the loss of text. Without such a record it is the default.
 
     Args:
         max_loss: Maximum increase of the loss of held-out text of a safe arm, in nats per token. An arm loses if the
             interval lies above the limit, and is not shown to be safe if the interval reaches above it.
         max_points: Maximum loss of accuracy of a safe arm, in percentage points.
         loss_increases: Increase of the loss of text of each arm, by its name, if another run measured them; None reads
-            the judged run's own. For example, a study measures losses in one run, and questions in this one. The
-            increases must be widened for ``comparisons`` already.
+            the judged run's own. The increases must be widened for ``comparisons`` already.
         comparisons: Number of arms, or of kinds of savings, that are judged together. The intervals of accuracy and
-            recall are widened so that all hold at once with 95 % probability. For example, a study of heads and KV
-            cache passes 2.
+            recall are widened so that all hold at once with 95 % probability, at all looks.
         baseline_alone: True returns a verdict without arms if the baseline is the only finished arm; False raises.
 
     Raises:
         VerdictError: The run has no finished baseline or, without ``baseline_alone``, no other finished arm, or a loss
             of its own next to ``loss_increases``.
     """
-    loss_increases = loss_increases or {}
     with store.reading():
         run = store.resolve_run(run_id, "evaluate")
-        run_id = run["run_id"]
+        run_id, by = run["run_id"], judged_by(run)
+        looks = [Look(*each) for each in by.get("looks", ()) if comparisons is None]
+        kinds = by.get("kinds", 1) if comparisons is None else comparisons
+        max_loss = by.get("max_loss", MAX_LOSS) if max_loss is None else max_loss
+        max_points = by.get("max_points", MARGIN) if max_points is None else max_points
+        if loss_increases is None and "losses" in by:
+            loss_increases = read_losses(store, by["losses"], comparisons=kinds)
+        loss_increases = loss_increases or {}
         arms = finished_arms(store, run_id)
         if not arms.others:
             if baseline_alone:
@@ -110,7 +118,7 @@ def judge(
                 f"run {run_id} has 0 finished arms in addition to the baseline (limit 1). Ablate heads with"
                 " `headscan evaluate`"
             )
-        metrics = read_metrics(store, run_id, arms.baseline, comparisons=comparisons)
+        metrics = read_metrics(store, run_id, arms.baseline, comparisons=kinds)
     has_own_loss = any(measure.metric == LOSS for arm_metrics in metrics.values() for measure in arm_metrics)
     if loss_increases and has_own_loss:
         raise VerdictError(
@@ -120,6 +128,7 @@ def judge(
     differences = differences_by_arm([*rows.stored, *rows.computed])
     benchmark_differences = {arm_id: scopes[BENCHMARK] for arm_id, scopes in differences.items() if BENCHMARK in scopes}
     controls = judge_controls(arms.others, benchmark_points(differences))
+    widened = {arm.arm_id: looks[arm.look - 1][2:] if looks and arm.look else (kinds, kinds) for arm in arms.others}
     verdicts = tuple(
         arm_verdict(
             arm,
@@ -127,13 +136,23 @@ def judge(
             metrics=(*metrics.get(arm.arm_id, ()), *_loss_metric(loss_increases.get(arm.name))),
             controls=controls.get(arm.arm_id),
             pruned=pruned_controls(arm, arms.others, benchmark_differences, metrics),
-            comparisons=comparisons,
+            comparisons=widened[arm.arm_id][0],
+            recall_comparisons=widened[arm.arm_id][1],
             max_loss=max_loss,
             max_points=max_points,
         )
         for arm in arms.others
     )
     return Verdict(run_id, run["model"], verdicts, arms.unfinished, tuple(rows.computed), max_loss)
+
+
+def judged_by(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what the job of an evaluate run judges by, of a row of the store: ``max_loss``, ``max_points``, ``kinds``,
+    ``looks`` (fields of `Look`) and ``losses``, the id of the run that measured the loss of text; what is missing has
+    its default.
+    """
+    found: Mapping[str, Any] = (run["report"] or {}).get("judging", {}) | run["config"].get("judging", {})
+    return found
 
 
 def _loss_metric(loss: Increase | None) -> tuple[TaskMetric, ...]:
@@ -154,8 +173,8 @@ def arm_verdict(
     controls: Controls | None = None,
     pruned: tuple[PrunedControls, ...] = (),
     confirmation: bool = False,
-    comparisons: int = 1,
-    recall_comparisons: int | None = None,
+    comparisons: float = 1,
+    recall_comparisons: float | None = None,
     max_loss: float = MAX_LOSS,
     max_points: float = MARGIN,
 ) -> ArmVerdict:

@@ -15,10 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from headscan.errors import VerdictError
 from headscan.store.records import ArmRecord
 from headscan.store.store import Store
 from headscan.store.tables import ACCURACY, BITS_PER_BYTE, BLEU, LOSS
 from headscan.store.verdict_limits import MIN_EVIDENCE_TEXTS, MIN_TEXTS_IN_LIMIT, POWER, TAIL, z_quantile
+from headscan.verdicts.answer_sheets import finished_arms
 from headscan.verdicts.bounds import mean_ends
 from headscan.verdicts.paired import Interval
 
@@ -144,7 +146,7 @@ def is_within(loss: Increase | None, max_loss: float) -> bool:
     return loss is not None and loss.high <= max_loss and loss.documents >= MIN_TEXTS_IN_LIMIT
 
 
-def texts_needed(loss: Increase | None, max_loss: float, comparisons: int = 1) -> int | None:
+def texts_needed(loss: Increase | None, max_loss: float, comparisons: float = 1) -> int | None:
     """Return the number of texts that would show, in four of five cases, that a rise of the loss is within its limit.
 
     The increase and the spread of the texts are assumed to be the true ones. With the number of texts ``n``, the part
@@ -175,7 +177,13 @@ def texts_needed(loss: Increase | None, max_loss: float, comparisons: int = 1) -
 
 
 def rate_increase(
-    rate: Rate, baseline: np.ndarray, arm: np.ndarray, sizes: np.ndarray, documents: np.ndarray, *, comparisons: int = 1
+    rate: Rate,
+    baseline: np.ndarray,
+    arm: np.ndarray,
+    sizes: np.ndarray,
+    documents: np.ndarray,
+    *,
+    comparisons: float = 1,
 ) -> Increase:
     """Return the paired difference of two rates, ``rate.factor * sum(arm - baseline) / sum(sizes)``, with its interval
     (`bounds`): documents are the unit, and one more document changes `REACH` times as far from the mean as the farthest
@@ -218,7 +226,7 @@ def rate_increase(
 
 
 def read_metrics(
-    store: Store, run_id: str, baseline: ArmRecord, *, comparisons: int = 1, arm_ids: Sequence[str] | None = None
+    store: Store, run_id: str, baseline: ArmRecord, *, comparisons: float = 1, arm_ids: Sequence[str] | None = None
 ) -> Mapping[str, tuple[TaskMetric, ...]]:
     """Return the metrics of tasks without right answers, by arm id. The interval of a loss is widened for the number of
     tasks with a loss, because a verdict counts each of them; None as ``arm_ids`` reads all arms.
@@ -250,13 +258,31 @@ def read_metrics(
     return {arm_id: tuple(arm_metrics) for arm_id, arm_metrics in metrics.items()}
 
 
+def read_losses(store: Store, run_id: str, *, comparisons: float = 1) -> dict[str, Increase]:
+    """Return the increase of the loss of ordinary text by arm name, with intervals widened for the comparisons."""
+    arms = finished_arms(store, run_id)
+    metrics = read_metrics(store, run_id, arms.baseline, comparisons=comparisons)
+    text_losses = [
+        (arm.name, measure) for arm in arms.others for measure in metrics.get(arm.arm_id, ()) if measure.metric == LOSS
+    ]
+    if any(measure.baseline == inf for _, measure in text_losses):
+        raise VerdictError(
+            f"the whole model has an infinite loss in run {run_id}, so no increase is known. Use another dtype, or"
+            " other texts"
+        )
+    losses = {name: measure.increase for name, measure in text_losses if measure.increase is not None}
+    if not losses:
+        raise VerdictError(f"run {run_id} has 0 arms with a loss (limit 1). Evaluate held-out text, too")
+    return losses
+
+
 def _increases(
     store: Store,
     run_id: str,
     baseline: ArmRecord,
     task: str,
     metric: str,
-    comparisons: int,
+    comparisons: float,
     arm_ids: Sequence[str] | None,
 ) -> dict[str, Increase]:
     """Return the increase of a rate by arm id; arms whose documents differ from the baseline's have none. A sum of an

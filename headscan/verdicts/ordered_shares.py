@@ -2,28 +2,24 @@
 
 The order is fixed before the questions are read, and a share is called safe only if all smaller ones are. So all tests
 together have the error of one: the first share that is not harmless ends the tests in all but 2.5 % of runs (tests in a
-fixed order: Maurer, Hothorn and Lehmacher 1995). Kinds of savings that share the questions divide that error
-(``comparisons``).
+fixed order: Maurer, Hothorn and Lehmacher 1995). Kinds of savings that share the questions divide that error.
 
 Loss comes first, because its paired interval is narrow and needs few passes: a share whose interval lies above the
-limit is out before any question is asked. Recall comes next, and the benchmark makes the claim.
+limit is out before any question is asked. Recall comes next, and the benchmark makes the claim, at planned looks
+(`looks`): a share is asked no more once it is safe or loses, and once further questions would hardly show it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 
 from headscan.errors import VerdictError
-from headscan.store.store import Store
-from headscan.store.tables import LOSS
-from headscan.store.verdict_limits import MARGIN
-from headscan.verdicts.answer_sheets import finished_arms
 from headscan.verdicts.arm_verdict import ArmVerdict, Aspect, Outcome, loss_words
 from headscan.verdicts.controls import loss_increase
-from headscan.verdicts.judge import judge
-from headscan.verdicts.metrics import Increase, exceeds, read_metrics
+from headscan.verdicts.judge import Verdict
+from headscan.verdicts.looks import Look, is_hopeless
+from headscan.verdicts.metrics import Increase, exceeds
 from headscan.verdicts.paired import PairedDifference
 from headscan.verdicts.scope_verdicts import RecallVerdict
 
@@ -39,6 +35,7 @@ class ShareVerdict:
         accuracy: Comparison on the benchmark; None if the loss ended the test.
         expected: The same, by the probability of the right choice, which judges; None without choices.
         recall_unknown: What of recall was not judged, and why; empty if all of it was, or if the loss ended the test.
+        look: Last look that asked the arm, from 1; None if the loss ended the test, and without looks.
         texts_needed: Number of texts that would show the loss of an open share to be within its limit; 0 if no number
             is known to help, None if these texts are enough, or if the loss was not measured.
     """
@@ -56,62 +53,46 @@ class ShareVerdict:
     weights_left: float | None = None
     recall_unknown: str = ""
     texts_needed: int | None = None
+    look: int | None = None
 
-
-def read_losses(store: Store, run_id: str, *, comparisons: int = 1) -> dict[str, Increase]:
-    """Return the increase of the loss of ordinary text by arm name, with intervals widened for the comparisons."""
-    arms = finished_arms(store, run_id)
-    metrics = read_metrics(store, run_id, arms.baseline, comparisons=comparisons)
-    text_losses = [
-        (arm.name, measure) for arm in arms.others for measure in metrics.get(arm.arm_id, ()) if measure.metric == LOSS
-    ]
-    if any(measure.baseline == inf for _, measure in text_losses):
-        raise VerdictError(
-            f"the whole model has an infinite loss in run {run_id}, so no increase is known. Use another dtype, or"
-            " other texts"
-        )
-    losses = {name: measure.increase for name, measure in text_losses if measure.increase is not None}
-    if not losses:
-        raise VerdictError(f"run {run_id} has 0 arms with a loss (limit 1). Evaluate held-out text, too")
-    return losses
+    @property
+    def questions(self) -> int:
+        """Number of benchmark questions that judged the share."""
+        return 0 if self.accuracy is None else self.accuracy.questions
 
 
 def judge_shares(
-    store: Store,
-    run_id: str,
-    shares: Sequence[tuple[str, float]],
-    losses: Mapping[str, Increase],
-    *,
-    max_loss: float,
-    max_points: float = MARGIN,
-    comparisons: int,
+    judged: Verdict, shares: Sequence[tuple[str, float]], losses: Mapping[str, Increase]
 ) -> list[ShareVerdict]:
-    """Judge shares of one kind, with the names of their arms, from small to large, fixed before the questions were
-    read. The list ends with the first share that is not safe; it is empty if the first share has no answers yet.
-    ``max_loss`` is in nats per token, and ``max_points`` in percentage points.
+    """Return the verdicts on shares of one kind, with the names of their arms, from small to large, fixed before the
+    questions were read. The list ends with the first share that is not safe; it is empty if the first share has no
+    answers yet. ``losses`` are those of arms that may have lost before they were asked, too.
     """
-    judged = judge(
-        store,
-        run_id,
-        loss_increases=losses,
-        max_loss=max_loss,
-        max_points=max_points,
-        comparisons=comparisons,
-        baseline_alone=True,
-    ).by_name
     verdicts: list[ShareVerdict] = []
     for name, share in shares:
         loss = losses.get(name)
-        if loss is not None and exceeds(loss, max_loss):
-            why = loss_words(loss, max_loss)
+        if loss is not None and exceeds(loss, judged.max_loss):
+            why = loss_words(loss, judged.max_loss)
             verdicts.append(ShareVerdict(name, share, loss, Outcome.LOSES, str(Outcome.LOSES), why))
-        elif name in judged:
-            verdicts.append(share_verdict(judged[name], share))
+        elif name in judged.by_name:
+            verdicts.append(share_verdict(judged.by_name[name], share))
         else:
             return verdicts
         if verdicts[-1].outcome is not Outcome.SAFE:
             return verdicts
     return verdicts
+
+
+def goes_on(judged: ArmVerdict, looks: Sequence[Look]) -> bool:
+    """Return True if a later look may show that an arm is safe, which was asked the questions of ``arm.look`` looks."""
+    asked = judged.arm.look
+    if judged.outcome is not Outcome.NOT_SHOWN or asked is None or asked >= len(looks):
+        return False
+    look, missing = looks[asked - 1], {gap.aspect for gap in judged.decision.gaps}
+    if Aspect.TEXT in missing or (Aspect.RECALL in missing and look.recall >= looks[-1].recall):
+        return False
+    judging = judged.judging
+    return not is_hopeless(judging.difference, judging.standard_error, looks, look.questions, judged.max_points)
 
 
 def largest_safe(verdicts: Sequence[ShareVerdict]) -> ShareVerdict | None:
@@ -121,7 +102,7 @@ def largest_safe(verdicts: Sequence[ShareVerdict]) -> ShareVerdict | None:
 
 def share_verdict(judged: ArmVerdict, share: float) -> ShareVerdict:
     """Return the verdict on a share from that on its arm, whose intervals are widened already."""
-    if judged.accuracy is None:
+    if judged.accuracy is None and not judged.recall:
         raise VerdictError("these questions have no right answers, so no share can be judged. Choose other tasks")
     return ShareVerdict(
         judged.name,
@@ -136,5 +117,6 @@ def share_verdict(judged: ArmVerdict, share: float) -> ShareVerdict:
         cache_left=judged.arm.cache_left,
         weights_left=judged.arm.weights_left,
         recall_unknown=judged.recall_unknown,
+        look=judged.arm.look,
         texts_needed=next((gap.needed or 0 for gap in judged.decision.gaps if gap.aspect is Aspect.TEXT), None),
     )

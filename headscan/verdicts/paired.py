@@ -182,7 +182,7 @@ class PairedDifference:
         """Return True if no loss of more than ``max_points`` points is possible, in the 95 % interval."""
         return self.low > -max_points
 
-    def questions_needed(self, comparisons: int = 1, max_points: float = MARGIN) -> int:
+    def questions_needed(self, comparisons: float = 1, max_points: float = MARGIN) -> int:
         """Return the number of questions that would show an arm without loss to be safe, in four of five cases.
         The number may be smaller than `questions`.
 
@@ -193,27 +193,39 @@ class PairedDifference:
         variance = self.texts * (self.standard_error / 100) ** 2
         return ceil(enough_questions(variance, comparisons, max_points) * self.questions / self.texts)
 
-    def chance_of_safety(self, comparisons: int = 1, max_points: float = MARGIN) -> float:
+    def chance_of_safety(self, comparisons: float = 1, max_points: float = MARGIN) -> float:
         """Return the probability, 0 to 1, that `questions_needed` new questions show safety if the estimate is true."""
         return _chance_of_safety(self.difference, comparisons, max_points)
 
-    def simultaneous_interval(self, comparisons: int) -> Interval:
+    def simultaneous_interval(self, comparisons: float) -> Interval:
         """Return the interval for ``comparisons`` simultaneous ones at 95 % (Bonferroni)."""
         return Interval(end_for(self.lows, comparisons), self.difference, end_for(self.highs, comparisons))
 
 
-def enough_questions(changed: float, comparisons: int = 1, max_points: float = MARGIN) -> int:
+def enough_questions(changed: float, comparisons: float = 1, max_points: float = MARGIN) -> int:
     """Return the number of questions with which the lower end of an arm without loss is above ``-max_points`` with the
     probability `POWER`: ``((z(1 - TAIL / comparisons) + z(POWER)) * 100 / max_points)**2 * changed`` (non-inferiority
     of paired proportions: Liu et al. 2002), 78,500 times ``changed`` for one comparison and one point, and
     `identical_questions` for the added text that the bound loses. ``changed`` is the share of the answers that the arm
     changes, 0 to 1, or the variance of a question's difference.
     """
-    sampled = ((z_quantile(TAIL / comparisons) + z_quantile(1 - POWER)) * 100 / max_points) ** 2 * changed
+    sampled = _of_all_changed(comparisons, max_points) * changed
     return ceil(sampled - 1e-9) + identical_questions(comparisons, max_points)
 
 
-def _chance_of_safety(difference: float, comparisons: int, max_points: float) -> float:
+def shown_change(questions: int, comparisons: float = 1, max_points: float = MARGIN) -> float:
+    """Return the largest ``changed`` for which `enough_questions` are at most ``questions``; negative if identical
+    answers to these are not shown to be safe.
+    """
+    spare = questions - identical_questions(comparisons, max_points)
+    return spare / _of_all_changed(comparisons, max_points)
+
+
+def _of_all_changed(comparisons: float, max_points: float) -> float:
+    return ((z_quantile(TAIL / comparisons) + z_quantile(1 - POWER)) * 100 / max_points) ** 2
+
+
+def _chance_of_safety(difference: float, comparisons: float, max_points: float) -> float:
     quantile = z_quantile(TAIL / comparisons)
     spare = 1 + min(0.0, difference) / max_points
     return NormalDist().cdf((quantile + z_quantile(1 - POWER)) * spare - quantile)

@@ -43,7 +43,7 @@ class RatioEstimate(NamedTuple):
 
 
 def estimate_ratio(
-    amounts: np.ndarray, sizes: np.ndarray, documents: np.ndarray, *, comparisons: int = 1
+    amounts: np.ndarray, sizes: np.ndarray, documents: np.ndarray, *, comparisons: float = 1
 ) -> RatioEstimate:
     """Return ``sum(amounts) / sum(sizes)`` with its interval, of rows (rows,) that are correlated within documents.
 

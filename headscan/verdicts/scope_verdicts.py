@@ -47,7 +47,7 @@ class RecallVerdict:
     family: str
     paired: PairedDifference
     judging_share: float = 1.0
-    comparisons: int = 1
+    comparisons: float = 1
 
     @property
     def informative(self) -> bool:
@@ -118,7 +118,7 @@ def solves(family: str, baseline: float, questions: int) -> bool:
     return 100 * wilson_low(round(baseline / 100 * texts), texts) > declared.least
 
 
-def recall_needed(family: str, baseline: float, comparisons: int = 1) -> int:
+def recall_needed(family: str, baseline: float, comparisons: float = 1) -> int:
     """Return the number of judging questions to ask so that an arm without loss is shown to keep recall.
 
     ``baseline`` is an accuracy in percent, above chance. An arm that loses nothing and changes 4 % of the answers is
@@ -129,7 +129,7 @@ def recall_needed(family: str, baseline: float, comparisons: int = 1) -> int:
     return QUESTIONS_PER_TEXT * ceil(_QUESTIONS_FACTOR * least / QUESTIONS_PER_TEXT)
 
 
-def least_questions(baseline: float, chance: float, comparisons: int = 1) -> int:
+def least_questions(baseline: float, chance: float, comparisons: float = 1) -> int:
     """Return the approximate number of questions with which identical answers keep recall.
 
     The bound adds one text that may be lost, so a share of 1 - (`TAIL` / comparisons)^(1 / texts) of all texts may be
@@ -198,7 +198,7 @@ def least_visible_loss(paired: PairedDifference, tasks: int) -> float:
 
 
 def widened_differences(
-    differences: Mapping[Scope, PairedDifference], comparisons: int, recall_comparisons: int
+    differences: Mapping[Scope, PairedDifference], comparisons: float, recall_comparisons: float
 ) -> dict[Scope, PairedDifference]:
     """Return differences with wider intervals, because several arms are judged together.
 
@@ -217,7 +217,7 @@ def widened_differences(
     return widened
 
 
-def _widened(paired: PairedDifference, comparisons: int) -> PairedDifference:
+def _widened(paired: PairedDifference, comparisons: float) -> PairedDifference:
     low, _, high = paired.simultaneous_interval(comparisons)
     retained = paired.retained
     if retained is not None:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -51,12 +52,21 @@ def read_verdict_rows(store: Store, run_id: str) -> VerdictRows:
         arms_without_rows = [arm for arm in arms.others if arm.arm_id not in stored_ids]
         if not arms_without_rows:
             return VerdictRows(stored, [])
-        answers = read_answers(store, arms.baseline, arms_without_rows)
+        looks = [[*of_look] for _, of_look in groupby(sorted(arms_without_rows, key=_look), key=_look)]
+        sheets = [(read_answers(store, arms.baseline, of_look), of_look) for of_look in looks]
     # The store is closed again, so that others can write to it: comparing many arms takes long.
-    compute = partial(rows_of_arm, answers, arms.baseline)
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
-        rows_by_arm = list(threads.map(compute, arms_without_rows))
+        rows_by_arm = [
+            rows
+            for answers, of_look in sheets
+            for rows in threads.map(partial(rows_of_arm, answers, arms.baseline), of_look)
+        ]
     return VerdictRows(stored, [row for arm_rows in rows_by_arm for row in arm_rows])
+
+
+def _look(arm: ArmRecord) -> int:
+    """Return the last look of an arm, which decides the questions that it was asked."""
+    return arm.look or 0
 
 
 def rows_of_arm(answers: AnswerSheets, baseline: ArmRecord, arm: ArmRecord) -> list[dict[str, Any]]:

@@ -149,7 +149,7 @@ def _judged(result: PruneResult, config: Prune, run: Run, inputs: _Inputs, quest
     with _report_saved(result.models, run.identity.name, run.say):
         arms = [pruned_arm(each, config.model, run.identity) for each in result.models]
         run_id = run_evaluation(config, run, [BASELINE, *arms], questions=questions)
-        verdict = judge(run.store, run_id, max_loss=config.max_loss)
+        verdict = judge(run.store, run_id)
         return replace(result, names=tuple(arm.name for arm in arms), verdict=verdict)
 
 

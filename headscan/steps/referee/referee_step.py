@@ -131,7 +131,7 @@ class Referee(QuestionStep[Any]):
         from headscan.steps.referee.run_referee import run_referee
         from headscan.verdicts.judge import judge
 
-        return judge(run.store, run_referee(self, run), max_loss=self.max_loss)
+        return judge(run.store, run_referee(self, run))
 
     def shown(self, result: Any, store: Store) -> Result:
         if self.data is not None:
