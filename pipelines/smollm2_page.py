@@ -23,8 +23,7 @@ from headscan.store.verdict_limits import MARGIN
 from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.criterion_points import agreements, criterion_points
 from headscan.verdicts.judge import judge
-from headscan.verdicts.metrics import RATES, Increase, rate_increase
-from headscan.verdicts.ordered_shares import read_losses
+from headscan.verdicts.metrics import RATES, Increase, rate_increase, read_losses
 from headscan.verdicts.paired import Interval
 from headscan.verdicts.scope_verdicts import RecallVerdict
 

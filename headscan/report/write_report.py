@@ -132,7 +132,7 @@ def _places(run: Mapping[str, Any]) -> list[tuple[Any, ...]]:
 
 
 def _choices(store: Store, verdict: Verdict | None, confirm: bool) -> Sequence[SweepChoice]:
-    if verdict is None or not is_sweep(read_curves(store, verdict.run_id, verdict.unrecorded)):
+    if verdict is None or verdict.looks or not is_sweep(read_curves(store, verdict.run_id, verdict.unrecorded)):
         return ()
     return judge_sweep(store, verdict, confirm=confirm)
 

@@ -94,7 +94,7 @@ def run_evaluation(
                     arm = model_arms[arm_id]
                     try:
                         figures = _finish_arm(run.store, questions, of_model.facts, arm, arm_id, responses)
-                        if purpose.judges_arms:
+                        if purpose.judges_arms and purpose.look is None:  # those of a look are of a part
                             run.say(f"{arm.name}: {', '.join(figures)}")
                     except NotFiniteError as problem:
                         failed.append(arm.name)

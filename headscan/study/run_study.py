@@ -311,7 +311,8 @@ class _Study:
             # The arms of one round share the work of the baseline.
             first = min(look.values())
             kinds = [kind for kind in number if look[kind] == first]
-            of_first_hours = looks[first - 1].questions <= (config.questions or 0)
+            here = looks[first - 1]
+            of_first_hours = here.questions <= (config.questions or 0)
             certain = not judged or (of_first_hours and any(number[kind] == 0 for kind in kinds))
             if not certain and not self._has_time("further questions"):
                 return run_id, judged, True
@@ -319,10 +320,12 @@ class _Study:
             asked = [arm for arm in asked if not exceeds(losses[arm.name], config.max_loss)]
             run_id = self._ask(first, [BASELINE, *asked], loss_run)
             verdict = judge(self.run.store, run_id, baseline_alone=True)
+            recall = f", {here.recall:,} of each recall task" * bool(here.recall)
+            self.run.say(f"look {first} of {len(looks)}: {here.questions:,} questions{recall}")
             for kind in kinds:
                 judged[kind] = judge_shares(verdict, tried[kind].saving.tried, losses)
                 last = judged[kind][-1]
-                if last.look is not None and goes_on(verdict.by_name[last.name], looks):
+                if last.look is not None and goes_on(verdict.by_name[last.name], looks, config.questions or 0):
                     look[kind] = last.look + 1
                     continue
                 on = f" on {last.questions:,} questions" * bool(last.questions)

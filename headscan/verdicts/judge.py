@@ -31,6 +31,7 @@ class Verdict:
         finished: All finished arms but the baseline, controls last.
         unrecorded: Rows of ``arm_verdicts`` that were computed because the store lacks them.
         max_loss: Limit of the rise of the text's loss, in nats per token.
+        looks: The planned looks of a study's run, whose arms may have been asked different numbers of questions.
     """
 
     run_id: str
@@ -39,6 +40,7 @@ class Verdict:
     unfinished: int = 0
     unrecorded: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
     max_loss: float = MAX_LOSS
+    looks: tuple[Look, ...] = ()
 
     def __str__(self) -> str:
         """Return the progress if arms are unfinished, and the verdicts as a table."""
@@ -103,7 +105,7 @@ def judge(
     with store.reading():
         run = store.resolve_run(run_id, "evaluate")
         run_id, by = run["run_id"], judged_by(run)
-        looks = [Look(*each) for each in by.get("looks", ()) if comparisons is None]
+        looks = tuple(Look(*each) for each in by.get("looks", ()))
         kinds = by.get("kinds", 1) if comparisons is None else comparisons
         max_loss = by.get("max_loss", MAX_LOSS) if max_loss is None else max_loss
         max_points = by.get("max_points", MARGIN) if max_points is None else max_points
@@ -128,7 +130,8 @@ def judge(
     differences = differences_by_arm([*rows.stored, *rows.computed])
     benchmark_differences = {arm_id: scopes[BENCHMARK] for arm_id, scopes in differences.items() if BENCHMARK in scopes}
     controls = judge_controls(arms.others, benchmark_points(differences))
-    widened = {arm.arm_id: looks[arm.look - 1][2:] if looks and arm.look else (kinds, kinds) for arm in arms.others}
+    by_look = [look[2:] for look in looks] if comparisons is None else []
+    widened = {arm.arm_id: by_look[arm.look - 1] if by_look and arm.look else (kinds, kinds) for arm in arms.others}
     verdicts = tuple(
         arm_verdict(
             arm,
@@ -143,7 +146,7 @@ def judge(
         )
         for arm in arms.others
     )
-    return Verdict(run_id, run["model"], verdicts, arms.unfinished, tuple(rows.computed), max_loss)
+    return Verdict(run_id, run["model"], verdicts, arms.unfinished, tuple(rows.computed), max_loss, looks)
 
 
 def judged_by(run: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -80,11 +80,11 @@ def spent_quantiles(times: Sequence[float], spent: Sequence[float]) -> list[floa
     Armitage, McPherson and Rowe (1969): the density of sums that have not crossed a bound yet is carried from look to
     look on a grid.
     """
-    sums = np.arange(-_REACH, _REACH + _STEP / 2, _STEP)
+    half = round(_REACH / _STEP)
+    sums = _STEP * np.arange(-half, half + 1)
     density, quantiles, before, then = np.zeros_like(sums), list[float](), 0.0, 0.0
     for time, error in zip(times, spent, strict=True):
-        steps = sums if then == 0 else sums[np.abs(sums) <= 8 * sqrt(time - then)]
-        normal = np.exp(-(steps**2) / (2 * (time - then))) / sqrt(2 * np.pi * (time - then))
+        normal = np.exp(-(sums**2) / (2 * (time - then))) / sqrt(2 * np.pi * (time - then))
         density = normal if then == 0 else np.convolve(density, normal * _STEP, mode="same")
         above = (np.cumsum(density[::-1])[::-1] - density / 2) * _STEP
         bound = np.interp(-log(error - before), -np.log(np.maximum(above, 1e-300)), sums)

@@ -83,16 +83,22 @@ def judge_shares(
     return verdicts
 
 
-def goes_on(judged: ArmVerdict, looks: Sequence[Look]) -> bool:
-    """Return True if a later look may show that an arm is safe, which was asked the questions of ``arm.look`` looks."""
+def goes_on(judged: ArmVerdict, looks: Sequence[Look], first: int) -> bool:
+    """Return True if a later look asks an arm that was asked the questions of ``arm.look`` looks: it is shown neither
+    to be safe nor to lose, and may be shown to be safe. The ``first`` questions, those of the first hours, are also
+    asked if texts or recall questions are too few.
+    """
     asked = judged.arm.look
     if judged.outcome is not Outcome.NOT_SHOWN or asked is None or asked >= len(looks):
         return False
     look, missing = looks[asked - 1], {gap.aspect for gap in judged.decision.gaps}
-    if Aspect.TEXT in missing or (Aspect.RECALL in missing and look.recall >= looks[-1].recall):
+    if look.questions >= first and (
+        Aspect.TEXT in missing or (Aspect.RECALL in missing and look.recall >= looks[-1].recall)
+    ):
         return False
-    judging = judged.judging
-    return not is_hopeless(judging.difference, judging.standard_error, looks, look.questions, judged.max_points)
+    return judged.accuracy is None or not is_hopeless(
+        judged.judging.difference, judged.judging.standard_error, looks, look.questions, judged.max_points
+    )
 
 
 def largest_safe(verdicts: Sequence[ShareVerdict]) -> ShareVerdict | None:

@@ -32,7 +32,7 @@ from headscan.steps.prune.run_prune import run_prune
 from headscan.store.output_files import write_text
 from headscan.store.records import ArmKind
 from headscan.store.store import Store
-from headscan.study.question_costs import limit_per_task, question_costs
+from headscan.study.question_costs import limits_per_task, question_costs
 from headscan.study.run_study import _Study, run_study
 from headscan.study.study_answer import ABLATED, CACHED, REMOVED, Saving, StudyAnswer
 from headscan.study.study_candidates import write_heads
@@ -115,8 +115,7 @@ def test_a_study_ends_with_answers_and_files(found: tuple[Study, StudyAnswer, li
     # Its sentences follow the rule of the answers, which counts the loss of another run, for three kinds of savings.
     store = Store(out / "study.duckdb")
     (asked,) = store.query(_ASKED).to_pylist()
-    options: dict[str, Any] = {"loss_increases": answer.losses, "comparisons": config.kind_count}
-    outcomes = judge(store, asked["run_id"], max_loss=config.max_loss, **options).by_name
+    outcomes = judge(store, asked["run_id"]).by_name
     judged = [each for saving in answer.savings for each in saving.judged if each.accuracy is not None]
     assert judged
     for each in judged:
@@ -185,7 +184,7 @@ def test_the_order_ends_with_a_loss_that_is_not_shown_to_be_within_the_limit(
     assert "texts" not in first.why
     name, share = first.name, first.share
     wide = {name: Increase("nats per token", 8, 0.01, -0.1, 0.2)}
-    (verdict,) = judge_shares(store, asked["run_id"], [(name, share)], wide, max_loss=0.05, comparisons=3)
+    (verdict,) = judge_shares(judge(store, asked["run_id"], loss_increases=wide), [(name, share)], wide)
     label = first.label if first.label == "probably loses" else "too few texts"
     assert (verdict.outcome, verdict.label) == (Outcome.NOT_SHOWN, label)
     assert "texts: the loss may rise by 0.2 nats per token (limit 0.05); " + first.why in verdict.why
@@ -809,4 +808,4 @@ def test_the_limit_of_each_task_gives_the_number_of_questions(tmp_path: Path) ->
     for name, number in (("few", 5), ("many", 30)):
         write_task(tmp_path / "tasks", texts.judged_files, number, name=name)
     tasks = TaskConfig(("few", "many"), include_path=str(tmp_path / "tasks"))
-    assert [limit_per_task(tasks, number) for number in (1, 2, 9, 10, 20, 34, 35, 99)] == [1, 1, 4, 5, 15, 29, 30, 30]
+    assert limits_per_task(tasks, (0, 1, 2, 9, 10, 20, 34, 35, 99)) == [0, 1, 1, 4, 5, 15, 29, 30, 30]

@@ -18,8 +18,8 @@ from headscan.verdicts.arm_verdict import ArmVerdict, Outcome
 from headscan.verdicts.bounds import mean_ends
 from headscan.verdicts.head_effects import read_baseline
 from headscan.verdicts.judge import judge
-from headscan.verdicts.metrics import RATES, REACH, Increase, TaskMetric, exceeds, rate_increase
-from headscan.verdicts.ordered_shares import judge_shares, read_losses
+from headscan.verdicts.metrics import RATES, REACH, Increase, TaskMetric, exceeds, rate_increase, read_losses
+from headscan.verdicts.ordered_shares import judge_shares
 from headscan.verdicts.ratio_estimates import estimate_ratio
 from tests.numbers.conftest import HEADS, LAYERS, answer_table
 from tests.stores import begin_arm
@@ -206,7 +206,7 @@ def test_an_infinite_loss_exceeds_every_limit(tmp_path: Path) -> None:
     assert losses["infinite"].interval == (inf, inf, inf) and losses["infinite"].words() == "+inf nats per token"
     shares = [("infinite", 0.4)]
     run_id = write(asked, arms, benchmark=True, texts=())
-    (judged,) = judge_shares(asked, run_id, shares, losses, max_loss=1e6, comparisons=1)
+    (judged,) = judge_shares(judge(asked, run_id, loss_increases=losses, max_loss=1e6), shares, losses)
     assert judged.outcome is Outcome.LOSES and judged.why.startswith("+inf nats per token (limit")
     assert not exceeds(losses["calm"], 0.1)
 
