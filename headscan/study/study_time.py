@@ -131,9 +131,29 @@ class PassCosts:
 
 
 def decided(config: Study, speed: float, costs: QuestionCosts, say: Callable[[str], None]) -> Study:
-    """Return the settings with what the time decides at ``speed`` tokens per second, and print how long each step
-    takes.
+    """Return the settings with what the time decides at ``speed`` tokens per second; print how long each step takes,
+    and what the questions can show.
     """
+    asked, config = config, _decided(config, speed, costs)
+    steps = study_seconds(config, costs, speed)
+    say(
+        f"a forward pass reads {speed:,.0f} tokens per second; about {time_text(sum(steps.values()))} in all"
+        f" (limit {config.hours:g} h)"
+    )
+    width = max(map(len, steps))
+    for name, each in steps.items():
+        say(f"  {name:<{width}}  {time_text(each)}")
+    say(f"{config.sequences} texts measure, and {config.judged_texts} texts and the questions judge")
+    hours = (ceil(config.hours * 12.5 * 1.2**step) / 10 for step in range(50))
+    enough = (each for each in hours if _is_enough(_decided(replace(asked, hours=each), speed, costs), costs))
+    say(what_can_be_shown(config, costs, next(enough, None)))
+    if costs.recalls and not costs.enough_recall[0]:
+        say(f"the whole model hardly solves the recall tasks ({costs.recalls}): what is safe may still cost recall")
+    return config
+
+
+def _decided(config: Study, speed: float, costs: QuestionCosts) -> Study:
+    """Return `decided` without a word."""
     if not costs.recall_tokens:
         config = replace(config, recall_questions=0)
     asked, seconds, passes = config, 3600 * config.hours, PassCosts()
@@ -166,22 +186,7 @@ def decided(config: Study, speed: float, costs: QuestionCosts, say: Callable[[st
         afford = int(_MOST_RECALL_TIME * tokens / costs.recall_tokens)
         recall = 4 * (max(_FEWEST_RECALL, min(costs.enough_recall[0], afford)) // 4)
     spare = tokens - recall * costs.recall_tokens
-    config = _with_questions(replace(config, recall_questions=recall), costs, int(spare / costs.tokens))
-    steps = study_seconds(config, costs, speed)
-    say(
-        f"a forward pass reads {speed:,.0f} tokens per second; about {time_text(sum(steps.values()))} in all"
-        f" (limit {config.hours:g} h)"
-    )
-    width = max(map(len, steps))
-    for name, each in steps.items():
-        say(f"  {name:<{width}}  {time_text(each)}")
-    say(f"{config.sequences} texts measure, and {config.judged_texts} texts and the questions judge")
-    per_question = arms * costs.tokens / speed
-    enough_seconds = before + arms * costs.enough_recall[0] * costs.recall_tokens / speed
-    say(what_can_be_shown(config, costs, lambda questions: enough_seconds + questions * per_question))
-    if costs.recalls and not costs.enough_recall[0]:
-        say(f"the whole model hardly solves the recall tasks ({costs.recalls}): what is safe may still cost recall")
-    return config
+    return _with_questions(replace(config, recall_questions=recall), costs, int(spare / costs.tokens))
 
 
 def looks_of(config: Study) -> tuple[Look, ...]:
@@ -220,17 +225,21 @@ def _comparisons(config: Study) -> float:
     return next((look.comparisons for look in looks_of(config) if look.questions == config.questions), 1.0)
 
 
-def what_can_be_shown(config: Study, costs: QuestionCosts, seconds: Callable[[int], float]) -> str:
-    """Return in words what the questions can show, and the options with which they show a harmless share to be safe.
-    ``seconds`` returns how long a study takes that asks a number of questions.
+def _is_enough(config: Study, costs: QuestionCosts) -> bool:
+    """Return True if the questions show a harmless share to be safe."""
+    questions, recall = config.questions or 0, config.recall_questions or 0
+    return questions >= costs.enough[0] and recall >= costs.enough_recall[0]
+
+
+def what_can_be_shown(config: Study, costs: QuestionCosts, hours: float | None = None) -> str:
+    """Return in words what the questions can show, and the options with which they show a harmless share to be safe,
+    among them ``hours``, if there are such.
     """
     questions, comparisons = config.questions or 0, _comparisons(config)
     recall = f" and {config.recall_questions} of each recall task" * bool(config.recall_questions)
     change = shown_change(questions, comparisons, config.max_points)
     if not questions:
-        shown = (
-            f"no benchmark question{recall}: too few would fit to show that anything is safe, so loss and recall judge"
-        )
+        shown = f"0 questions{recall} judge: those that the hours allow could not show that anything is safe"
     elif change < 0:
         shown = f"{questions:,} questions{recall} judge, which cannot show that anything is safe"
     else:
@@ -238,17 +247,17 @@ def what_can_be_shown(config: Study, costs: QuestionCosts, seconds: Callable[[in
             f"{questions:,} questions{recall} judge: in four of five cases they show that a share is safe which changes"
             f" up to {change:.1%} of the answers and loses none; where answers are choices, more"
         )
-    if change >= CHANGED:
+    if _is_enough(config, costs):
         return shown
-    ways = []
-    if costs.available >= costs.enough[0]:
-        ways.append(f"--hours {ceil(10 * seconds(costs.enough[0]) / 3600) / 10:g}")
+    ways = [] if hours is None else [f"--hours {hours:g}"]
     points = (p for p in (2, 3, 5, 10) if p > config.max_points and shown_change(questions, comparisons, p) >= CHANGED)
     if (wider := next(points, None)) is not None:
         ways.append(f"--max-points {wider}")
     if config.kind_count > 1:
         ways.append("fewer kinds of savings (such as --shares none)")
     needed = f"{shown}. A harmless share changes about {CHANGED:.0%}, which takes {costs.enough[0]:,} questions"
+    if costs.enough_recall[0]:
+        needed += f" and {costs.enough_recall[0]:,} of each recall task (the whole model: {costs.recalls})"
     return f"{needed}: {', or '.join(ways)}" if ways else needed
 
 

@@ -23,6 +23,8 @@ from headscan.store.verdict_limits import TAIL, z_quantile
 _LOOKS = 4
 #: Chance, 0 to 1, of being shown safe at the last look if the estimate is true, below which an arm is asked no more.
 _HOPELESS = 0.01
+#: Fewest questions that can end an arm so: of fewer, the estimate and its error vary too much.
+_LEAST = 100
 #: Step and half width of the grid of `spent_quantiles`, in standard errors of the last look.
 _STEP, _REACH = 0.005, 9.0
 
@@ -103,7 +105,7 @@ def is_hopeless(difference: float, standard_error: float, looks: Sequence[Look],
     """
     last = looks[-1]
     left = 1 - asked / last.questions
-    if left <= 0:
+    if left <= 0 or asked < _LEAST:
         return False
     at_the_end = standard_error * sqrt(asked / last.questions)
     spare = difference + max_points - z_quantile(TAIL / last.comparisons) * at_the_end

@@ -626,7 +626,9 @@ def test_an_open_share_has_the_label_of_the_table() -> None:
     assert few.card().headline == "Too few questions"
 
 
-COSTS = QuestionCosts(280.0, 300.0, enough=3_000, available=2_500, enough_recall=500, recalls="copying 60 %")
+COSTS = QuestionCosts(
+    280.0, 300.0, enough=(3_000, 3_500), available=2_500, enough_recall=(500, 600), recalls="copying 60 %"
+)
 
 
 def test_the_time_decides_texts_and_shares(tmp_path: Path) -> None:
@@ -713,15 +715,41 @@ def test_questions_are_as_many_as_they_must_be_or_as_the_time_allows(tmp_path: P
     settings = open_study(tmp_path, hours=1)
     lines: list[str] = []
     rich = decided(settings, 100_000.0, COSTS, lines.append)
-    assert (rich.questions, rich.recall_questions) == (COSTS.available, COSTS.enough_recall)
-    assert "takes about 3,000 questions and 500 of each recall task (the whole model: copying 60 %)" in lines[-1]
+    assert (rich.questions, rich.recall_questions) == (COSTS.available, 500)
+    assert (rich.max_questions, rich.max_recall_questions) == (COSTS.available, 500)
+    assert "takes 3,000 questions and 500 of each recall task (the whole model: copying 60 %)" in lines[-1]
+    enough = decided(settings, 100_000.0, replace(COSTS, available=9_000), lines.append)
+    assert enough.questions == enough.max_questions == 3_000 and "harmless" not in lines[-1]
     # An hour at this speed reads less than the questions need: recall has at most half of their time.
-    poor = decided(settings, 900.0, COSTS, lines.append)
-    assert 100 < (poor.questions or 0) < 2_500 and 40 < (poor.recall_questions or 0) < 500
+    costs = replace(COSTS, enough_recall=(1_500, 1_800))
+    poor = decided(settings, 2_500.0, costs, lines.append)
+    assert 600 < (poor.questions or 0) < 2_500 and 40 < (poor.recall_questions or 0) < 1_500
     assert (poor.recall_questions or 0) * 300 <= 1.01 * (poor.questions or 0) * 280
-    unable = decided(settings, 100_000.0, replace(COSTS, enough_recall=0), lines.append)
+    # More hours may ask as many as are enough with half of the error, where the tasks have them.
+    assert (poor.max_questions, poor.max_recall_questions) == (2_500, 1_800)
+    given = decided(replace(settings, questions=700), 2_500.0, costs, lines.append)
+    assert given.questions == given.max_questions == 700
+    later = decided(replace(settings, questions=700, max_questions=2_000), 2_500.0, costs, lines.append)
+    assert (later.questions, later.max_questions) == (700, 2_000)
+    unable = decided(settings, 100_000.0, replace(COSTS, enough_recall=(0, 0)), lines.append)
     assert unable.recall_questions == 40 and "recall task (" not in lines[-2]
     assert "hardly solves the recall tasks (copying 60 %): what is safe may still cost recall" in lines[-1]
+
+
+def test_the_first_lines_say_what_can_be_shown_and_what_would(tmp_path: Path) -> None:
+    lines: list[str] = []
+    costs = replace(COSTS, available=9_000)
+    poor = decided(open_study(tmp_path, hours=1), 600.0, costs, lines.append)
+    # Fewer than show equal answers to be safe are not asked, and loss and recall alone judge.
+    assert poor.questions == 0 and poor.max_questions == 3_500
+    assert lines[-1].startswith("0 questions and ") and "could not show that anything is safe" in lines[-1]
+    hours = float(re.search(r"--hours ([\d.]+)", lines[-1])[1])  # type: ignore[index]
+    rich = decided(open_study(tmp_path, hours=hours), 600.0, costs, lines.append)
+    assert rich.questions == 3_000 and "harmless" not in lines[-1]
+    # Given numbers are asked, and the line says what they show.
+    few = decided(open_study(tmp_path, hours=1, questions=300), 600.0, costs, lines.append)
+    assert few.questions == 300 and "300 questions and " in lines[-1] and "cannot show" in lines[-1]
+    assert "--max-points" in lines[-1] and "--shares none" in lines[-1]
 
 
 def test_costs_follow_from_the_questions_and_the_recall_of_the_whole_model(tmp_path: Path) -> None:
@@ -736,8 +764,8 @@ def test_costs_follow_from_the_questions_and_the_recall_of_the_whole_model(tmp_p
     assert 400 / 5 < costs.tokens < (400 + 8 * 80) / 1.5
     # A needle and a copy; four of each share a text of 87 tokens.
     assert 87 / 2 <= costs.recall_tokens <= 2 * 87
-    assert "copying" in costs.recalls and costs.enough_recall % 4 == 0
-    assert (given.enough_recall, given.recalls) == (0, "")
+    assert "copying" in costs.recalls and all(number % 4 == 0 for number in costs.enough_recall)
+    assert (given.enough_recall, given.recalls) == ((0, 0), "")
 
 
 def test_a_study_without_recall_questions(tmp_path: Path) -> None:
