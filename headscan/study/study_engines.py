@@ -23,8 +23,9 @@ from headscan.steps.prune.pruning_units import all_units, allowed_groups
 from headscan.study.study_step import Study, StudyError
 from headscan.windows import Window
 
-#: Tokens of a block of vLLM's cache: its default on GPUs. Commands name it, because on CPUs the default is 128.
-VLLM_BLOCK = 16
+#: Tokens of a block of vLLM's cache in plans: the smallest that vLLM has on CPUs (its default there is 128, so commands name the
+#: blocks). On GPUs blocks of 16 and of 32 tokens divide it.
+VLLM_BLOCK = 32
 #: Forms of pruned models by engine; transformers reads what headscan saves.
 _FORMS = {"vllm": "DeciLM", "llama.cpp": "GGUF"}
 #: The savings in words, by their settings.

@@ -52,7 +52,7 @@ def test_vllm_is_the_default_where_it_serves_all_that_is_tried() -> None:
     found, line = settled("llama")
     assert (found.engine, found.window_shares, found.prune_shares) == ("vllm", None, None)
     assert line == (
-        "for vLLM: whole KV groups are removed, in numbers that vLLM holds, windows are in blocks of 16 tokens"
+        "for vLLM: whole KV groups are removed, in numbers that vLLM holds, windows are in blocks of 32 tokens"
     )
     found, line = settled("qwen3")
     assert (found.engine, found.window_shares, found.prune_shares) == ("transformers", None, None)
@@ -62,7 +62,7 @@ def test_vllm_is_the_default_where_it_serves_all_that_is_tried() -> None:
     found, line = settled("gpt2", prune_shares=())
     assert found.engine == "transformers" and "small has architecture GPT2LMHeadModel" in line
     # The window of a head fills a short text with its blocks.
-    assert [settled("llama", max_tokens=tokens)[0].engine for tokens in (39, 40)] == ["transformers", "vllm"]
+    assert [settled("llama", max_tokens=tokens)[0].engine for tokens in (71, 72)] == ["transformers", "vllm"]
 
 
 def test_savings_that_an_engine_does_not_serve_are_not_tried() -> None:
@@ -152,7 +152,7 @@ def test_the_answer_says_what_is_saved_and_how_each_file_is_served(
         grid = run.facts.grid
         removed = groups(grid, (2, 0), (2, 3))
         models = [built(Path("my study") / name, removed, share) for name, share in (("a", 0.09), ("b", 0.1))]
-        plan = replace(plan_of(headscan.load("demo"), {(0, 1), (3, 2)}, recent=20), block=16)
+        plan = replace(plan_of(headscan.load("demo"), {(0, 1), (3, 2)}, recent=20), block=32)
         found: list[Candidates] = [
             ablations(mask_arms("entropy", [(0, 1), (1, 2)], (0.5,)), "entropy", config, run),
             caches([plan], 192, Path("my study/head_plan.json"), config, run),
@@ -163,8 +163,8 @@ def test_the_answer_says_what_is_saved_and_how_each_file_is_served(
     # Both shares remove the same heads.
     assert gone.tried == ((found[2].arms[0].name, 4 / 48),)
     assert heads.saves() == "nothing by itself"
-    # 2 of 24 KV heads keep 3 of 12 blocks.
-    assert cache.saves() == f"cache {2 / 24 * 9 / 12:.1%}, {1 / (1 - 2 / 24 * 9 / 12):.2f} times the tokens"
+    # 2 of 24 KV heads keep 2 of 6 blocks.
+    assert cache.saves() == f"cache {2 / 24 * 4 / 6:.1%}, {1 / (1 - 2 / 24 * 4 / 6):.2f} times the tokens"
     assert gone.saves().startswith("cache 8.3%, weights 0.6%, 1.09 times the tokens")
     losses = {each.judged[0].name: each.judged[0].loss for each in savings}
     answer = StudyAnswer("demo", "c", 6, 48, 9, 9, 192, 0.05, 1.0, savings, losses, "r", "s", 1.0, engine="vllm")  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ def test_the_answer_says_what_is_saved_and_how_each_file_is_served(
     assert "saves: shares of the KV cache (plans: at 192 tokens) and of the weights in vLLM, and how many" in text
     written = answer.as_dict()["savings"]
     assert [each["saves"] for each in written] == [each.saves() for each in savings]
-    assert written[1]["tokens_fit"] == pytest.approx({cache.judged[0].name: 16 / 15})
+    assert written[1]["tokens_fit"] == pytest.approx({cache.judged[0].name: 18 / 17})
     assert json.loads(json.dumps(written))[2]["commands"]["llama.cpp"][1] == "llama-server -m 'my study/a.gguf'"
 
     commands = [line for each in savings for of_engine in each.commands.values() for line in of_engine]
@@ -193,10 +193,10 @@ def test_the_answer_says_what_is_saved_and_how_each_file_is_served(
             assert main(words[1:]) == 0
             assert "saved in the engine: 8.3% of the KV cache" in capsys.readouterr().out
     served = [words for words in others if words[0] == "vllm"]
-    assert served[0][2] == SPEC.folder and served[0][3:5] == ["--block-size", "16"]
+    assert served[0][2] == SPEC.folder and served[0][3:5] == ["--block-size", "32"]
     assert served[1] == ["vllm", "serve", "my study/a-served", "--trust-remote-code"]
     assert (tmp_path / "my study/a-served/config.json").is_file() and (tmp_path / "my study/a.gguf").is_file()
     program = next(words for words in others if words[0] == "python")
     compile(program[2], "command", "exec")
-    assert load_plan("my study/head_plan.json").block == plan_block(config) == 16
+    assert load_plan("my study/head_plan.json").block == plan_block(config) == 32
     assert recent_tokens(config) == 20
