@@ -23,8 +23,8 @@ from headscan.steps.prune.pruning_units import all_units, allowed_groups
 from headscan.study.study_step import Study, StudyError
 from headscan.windows import Window
 
-#: Tokens of a block of vLLM's cache in plans: the smallest that vLLM has on CPUs (its default there is 128, so commands name the
-#: blocks). On GPUs blocks of 16 and of 32 tokens divide it.
+#: Tokens of a block of vLLM's cache in plans: the smallest on CPUs, whose default is 128, so commands name it. On GPUs
+#: the default of 16 divides it.
 VLLM_BLOCK = 32
 #: Forms of pruned models by engine; transformers reads what headscan saves.
 _FORMS = {"vllm": "DeciLM", "llama.cpp": "GGUF"}
