@@ -29,7 +29,7 @@ VLLM_BLOCK = 32
 #: Forms of pruned models by engine; transformers reads what headscan saves.
 _FORMS = {"vllm": "DeciLM", "llama.cpp": "GGUF"}
 #: The savings in words, by their settings.
-_SAVINGS = {"window_shares": "windows of the KV cache", "prune_shares": "removed heads"}
+_SAVINGS = {"window_shares": "windows", "prune_shares": "pruned models"}
 
 
 def for_engine(config: Study, run: Run) -> Study:
@@ -55,7 +55,7 @@ def for_engine(config: Study, run: Run) -> Study:
     kinds *= found.prune_shares != ()
     if found.window_shares != () and (block := plan_block(found)):
         kinds.append(f"windows are in blocks of {block} tokens")
-    run.say(f"for {ENGINES[engine]}: {', '.join(kinds) or 'plans by KV head'}{left_out}{other}")
+    run.say(f"for {ENGINES[engine]}: {'; '.join(kinds) or 'plans by KV head'}{left_out}{other}")
     return found
 
 

@@ -52,11 +52,11 @@ def test_vllm_is_the_default_where_it_serves_all_that_is_tried() -> None:
     found, line = settled("llama")
     assert (found.engine, found.window_shares, found.prune_shares) == ("vllm", None, None)
     assert line == (
-        "for vLLM: whole KV groups are removed, in numbers that vLLM holds, windows are in blocks of 32 tokens"
+        "for vLLM: whole KV groups are removed, in numbers that vLLM holds; windows are in blocks of 32 tokens"
     )
     found, line = settled("qwen3")
     assert (found.engine, found.window_shares, found.prune_shares) == ("transformers", None, None)
-    assert "for transformers: whole KV groups are removed; vLLM serves no removed heads: " in line
+    assert "for transformers: whole KV groups are removed; vLLM serves no pruned models: " in line
     assert "qwen3 has norms of queries and keys" in line
     assert settled("qwen3", prune_shares=())[0].engine == "vllm"
     found, line = settled("gpt2", prune_shares=())
@@ -68,9 +68,9 @@ def test_vllm_is_the_default_where_it_serves_all_that_is_tried() -> None:
 def test_savings_that_an_engine_does_not_serve_are_not_tried() -> None:
     found, line = settled("llama", engine="llama.cpp", prune_shares=(0.1,))
     assert (found.window_shares, found.prune_shares, found.kind_count) == ((), (0.1,), 2)
-    assert "; no windows of the KV cache are tried: llama.cpp has no windows by KV head" in line
+    assert "; no windows are tried: llama.cpp has no windows by KV head" in line
     found, line = settled("qwen3", engine="vllm")
-    assert (found.window_shares, found.prune_shares) == (None, ()) and "no removed heads are tried" in line
+    assert (found.window_shares, found.prune_shares) == (None, ()) and "no pruned models are tried" in line
     for asked in ({"window_shares": (0.1,)}, {"recent": 8}, {"search": True}):
         message = rf"^`{min(asked)}` has no effect for llama\.cpp: llama\.cpp has no windows by KV head\. Leave it out"
         with pytest.raises(StudyError, match=message):
@@ -79,7 +79,7 @@ def test_savings_that_an_engine_does_not_serve_are_not_tried() -> None:
         StudyError, match=r"^`prune_shares` has no effect for vLLM: serving engines hold models of type"
     ):
         settled("qwen3", engine="vllm", prune_shares=(0.1,))
-    with pytest.raises(StudyError, match=r"^nothing to study for llama\.cpp; no windows of the KV cache are tried"):
+    with pytest.raises(StudyError, match=r"^nothing to study for llama\.cpp; no windows are tried"):
         settled("llama", engine="llama.cpp", shares=(), prune_shares=())
     with pytest.raises(StudyError, match=r"^`unit` has no effect without `prune_shares`"):
         settled("llama", unit="head", prune_shares=())
