@@ -195,11 +195,12 @@ class StudyAnswer:
         several = len(self.savings) > 1
         limits = limits_words(self.max_loss, self.max_points)
         limits += f". Intervals hold for all {len(self.savings)} savings together" * several
-        lengths = {each.length for each in self.savings if each.length}
+        length = max((each.length for each in self.savings), default=0)
+        at = f" (plans: at {length:,} tokens)" if length else ""
         saves = (
-            f"saves: shares of the KV cache{''.join(f' (plans: at {each:,} tokens)' for each in lengths)} and of the"
+            f"saves: shares of the KV cache{at} and of the weights in {ENGINES[self.engine]}, and how many times as"
+            " many tokens fit into the same cache"
         )
-        saves += f" weights in {ENGINES[self.engine]}, and how many times as many tokens fit into the same cache"
         serving = [
             "\n".join([f"{each.file}:", *command_lines(each.commands)]) for each in self.savings if each.commands
         ]

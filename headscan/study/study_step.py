@@ -102,7 +102,9 @@ class Study(Step["StudyAnswer"]):
     ] = ("output_norm_ln", "importance", "importance_recall")
     shares: Annotated[tuple[float, ...] | None, _shares("heads to ablate", 0.3)] = None
     window_shares: Annotated[tuple[float, ...] | None, _shares("KV heads that get a window", 0.75)] = None
-    prune_shares: Annotated[tuple[float, ...] | None, _shares("the KV groups, or of --unit, to remove for good", 0.3)] = None
+    prune_shares: Annotated[
+        tuple[float, ...] | None, _shares("the KV groups, or of --unit, to remove for good", 0.3)
+    ] = None
     recent: Annotated[int | None, Option("recent tokens of a window (default: 1/8 of a text)", least=1)] = None
     sequences: Annotated[
         int | None,
