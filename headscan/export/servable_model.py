@@ -60,7 +60,7 @@ def serving_commands(folder: str, *, serves_itself: bool = False) -> dict[str, t
     """
     name = folder.rstrip("/")
     model, gguf, served = (quote(f"{name}{ending}") for ending in ("", ".gguf", "-served"))
-    commands = {
+    commands: dict[str, tuple[str, ...]] = {
         "llama.cpp": (f"headscan export gguf {model} --out {gguf}", f"llama-server -m {gguf}"),
         "vLLM": (f"headscan export decilm {model} --out {served}", f"vllm serve {served} --trust-remote-code"),
     }

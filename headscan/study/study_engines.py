@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from shlex import quote
+from shlex import join, quote
+from typing import Any
 
 from headscan.catalog import DEFAULT_SINK, head_count
 from headscan.errors import ExportError
@@ -49,7 +50,8 @@ def for_engine(config: Study, run: Run) -> Study:
     left_out = "".join(f"; no {_SAVINGS[name]} are tried: {why}" for name, why in missing.items())
     if not any(getattr(config, name) != () for name in ("shares", *(_SAVINGS.keys() - missing.keys()))):
         raise StudyError(f"nothing to study for {ENGINES[engine]}{left_out}. Choose another `engine`, or set `shares`")
-    found = replace(config, engine=engine, **dict.fromkeys(missing, ()))
+    none: dict[str, Any] = dict.fromkeys(missing, ())
+    found = replace(config, engine=engine, **none)
     removed = {"head": "single heads", "group": "whole KV groups", "layer": "whole attentions"}[found.unit or "group"]
     kinds = [f"{removed} are removed{', in numbers that vLLM holds' * (kv_counts(found) == 'divisors')}"]
     kinds *= found.prune_shares != ()
@@ -138,18 +140,20 @@ def heads_commands(config: Study, run: Run) -> Serving:
 
     def commands(file: str) -> dict[str, tuple[str, ...]]:
         options = (*words.model, *words.own_texts, "--import-heads", file, "--out", smaller)
-        return {"headscan": (" ".join(map(quote, ("headscan", "prune", *options))),)}
+        return {"headscan": (join(("headscan", "prune", *options)),)}
 
     return commands
 
 
 def plan_commands(config: Study, run: Run) -> Serving:
     """Return the commands for a plan."""
-    model = " ".join(map(quote, _commands(config, run).model))
+    model = join(_commands(config, run).model)
 
     def commands(file: str) -> dict[str, tuple[str, ...]]:
         plan = quote(file)
-        found = {"transformers": (f"headscan generate {model} --plan {plan} --prompt-file PROMPT.txt",)}
+        found: dict[str, tuple[str, ...]] = {
+            "transformers": (f"headscan generate {model} --plan {plan} --prompt-file PROMPT.txt",)
+        }
         if config.engine != "vllm":
             return found
         source, overrides = run.model.folder, str(Path(config.out) / "served.json")
