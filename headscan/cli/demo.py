@@ -47,8 +47,8 @@ class Demo:
             hours=0.25,
             max_tokens=192,
             shares=(0.02, 0.05),
-            window_shares=(0.125, 0.25),
-            prune_shares=(0.05,),
+            window_shares=(0.125, 0.33),
+            prune_shares=(0.08,),  # one step of a layer: 2 of 24 KV groups
             sequences=32,
             judged_texts=48,
             questions=self.questions,

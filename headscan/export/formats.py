@@ -120,12 +120,12 @@ def _layer_fields(plan: HeadPlan, out: str | Path) -> Exported:
 
 
 def _vllm(config: ExportConfig, store: Store | None) -> Exported:
-    from headscan.export.vllm_overrides import vllm_overrides
+    from headscan.export.vllm_overrides import vllm_command, vllm_overrides
     from headscan.store.output_files import write_text
 
     assert config.model is not None
-    model, source = config.model.config(), config.model.folder
-    overrides, is_decilm = vllm_overrides(_plan(config), model, source)
+    plan, model, source = _plan(config), config.model.config(), config.model.folder
+    overrides, is_decilm = vllm_overrides(plan, model, source)
     path = str(write_text(config.out, json.dumps(overrides, separators=(",", ":")) + "\n"))
     windows = overrides["head_plan"]["windows"]
     kept = [window for row in overrides["head_plan"]["heads"] for window in row]
@@ -133,11 +133,11 @@ def _vllm(config: ExportConfig, store: Store | None) -> Exported:
     widths = ", ".join(f"{sink} first and {recent} last tokens" for sink, recent in windows[:3])
     more = len(windows) - 3
     lines = [f"{windowed} of {len(kept)} KV heads keep {widths}" + (f", or {more} more" if more > 0 else "")]
-    folder, options = quote(source), ""
+    folder = source
     if is_decilm:
-        folder, options = quote(f"{source.rstrip('/')}-served"), " --trust-remote-code"
-        lines.append(f"write the folder with `headscan export decilm {quote(source)} --out {folder}`")
-    use = f'vllm serve {folder}{options} --hf-overrides "$(cat {quote(path)})"'
+        folder = f"{source.rstrip('/')}-served"
+        lines.append(f"write the folder with `headscan export decilm {quote(source)} --out {quote(folder)}`")
+    use = vllm_command(folder, path, plan.block, is_decilm=is_decilm)
     lines.append(f"written to {path}; with the plugin headscan-vllm serve it with `{use}`")
     return Exported((path,), {"file": path, "windowed": windowed, "kv_heads": len(kept)}, tuple(lines))
 

@@ -9,7 +9,7 @@ Shapes: E width of the hidden states, D width of a head, H query heads, K KV hea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from shlex import quote
@@ -54,19 +54,24 @@ def obstacle(config: Any, source: str, engines: str = "serving engines") -> str 
     return None
 
 
-def serving_commands(folder: str, *, serves_itself: bool) -> list[str]:
-    """Return the commands that bring a model without an `obstacle` into engines. A folder that ``serves_itself`` has
-    the code of pruned models and layers with groups of one size: vLLM reads it as it is, with its own KV heads.
+def serving_commands(folder: str, *, serves_itself: bool = False) -> dict[str, tuple[str, ...]]:
+    """Return by engine the commands that serve a model without an `obstacle`. A folder that ``serves_itself`` has the
+    code of pruned models and layers with groups of one size: vLLM reads it as it is, with its own KV heads.
     """
     name = folder.rstrip("/")
     model, gguf, served = (quote(f"{name}{ending}") for ending in ("", ".gguf", "-served"))
-    commands = [
-        f"headscan export gguf {model} --out {gguf}        # llama.cpp",
-        f"headscan export decilm {model} --out {served}    # vLLM, SGLang",
-    ]
+    commands: dict[str, tuple[str, ...]] = {
+        "llama.cpp": (f"headscan export gguf {model} --out {gguf}", f"llama-server -m {gguf}"),
+        "vLLM": (f"headscan export decilm {model} --out {served}", f"vllm serve {served} --trust-remote-code"),
+    }
     if serves_itself:
-        commands.append(f"vllm serve {model} --trust-remote-code --model-impl transformers    # without an export")
+        commands["vLLM, without an export"] = (f"vllm serve {model} --trust-remote-code --model-impl transformers",)
     return commands
+
+
+def command_lines(commands: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return commands by engine as lines of a shell, each engine's below its name."""
+    return [line for engine, of_engine in commands.items() for line in (f"# {engine}", *of_engine)]
 
 
 class HeadSlots(NamedTuple):

@@ -6,6 +6,7 @@ a head of the plan can.
 
 from __future__ import annotations
 
+from shlex import quote
 from typing import Any
 
 from headscan.errors import ExportError
@@ -24,6 +25,33 @@ _VERSION = 1
 _MODEL = ("hidden_size", "intermediate_size", "vocab_size")
 
 
+def served_architecture(config: Any, source: str) -> str:
+    """Return the architecture by which vLLM serves a model of a configuration with a plan: `ARCHITECTURE` if it is
+    served from its DeciLM folder. Raise ExportError if the plugin does not serve the model.
+    """
+    if config.model_type == MODEL_TYPE:
+        if reason := obstacle(config, source, "DeciLM folders"):
+            raise ExportError(reason)
+        return ARCHITECTURE
+    architecture: str = (config.architectures or ["none"])[0]
+    if architecture not in _ARCHITECTURES:
+        raise ExportError(
+            f"{source} has architecture {architecture} (limit {', '.join(_ARCHITECTURES)} in vLLM with a plan)."
+            " Use the plan with `headscan generate`"
+        )
+    return architecture
+
+
+def vllm_command(folder: str, overrides: str, block: int | None, *, is_decilm: bool = False) -> str:
+    """Return the command by which vLLM serves the model in a folder with the fields in the file ``overrides``, of a
+    plan with ``block``.
+    """
+    options = " --trust-remote-code" if is_decilm else ""
+    if block is not None:
+        options += f" --block-size {block}"
+    return f'vllm serve {quote(folder)}{options} --hf-overrides "$(cat {quote(overrides)})"'
+
+
 def vllm_overrides(plan: HeadPlan, config: Any, source: str) -> tuple[dict[str, Any], bool]:
     """Return the fields for ``--hf-overrides`` of a plan for a model with a configuration, and True if the model is
     served from a DeciLM folder.
@@ -33,22 +61,14 @@ def vllm_overrides(plan: HeadPlan, config: Any, source: str) -> tuple[dict[str, 
         PlanError: The plan has no windows, drops heads, or has other heads than the model.
     """
     windows, rows = head_windows(plan)
-    is_decilm = config.model_type == MODEL_TYPE
+    architecture = served_architecture(config, source)
+    is_decilm = architecture == ARCHITECTURE
     if is_decilm:
-        if reason := obstacle(config, source, "DeciLM folders"):
-            raise ExportError(reason)
-        architecture = ARCHITECTURE
         whole = LayerHeads.all(config.num_attention_heads, config.num_key_value_heads)
         pruned = heads_of(config)
         heads = tuple(pruned.get(layer, whole) for layer in range(config.num_hidden_layers))
         own = tuple(len(each.kept_kv) for each in heads)
     else:
-        architecture = (config.architectures or ["none"])[0]
-        if architecture not in _ARCHITECTURES:
-            raise ExportError(
-                f"{source} has architecture {architecture} (limit {', '.join(_ARCHITECTURES)} in vLLM with a plan)."
-                " Use the plan with `headscan generate`"
-            )
         own = (config.num_key_value_heads,) * config.num_hidden_layers
     if tuple(map(len, rows)) != own:
         raise PlanError(f"the plan was made for {plan.model.name} with other KV heads. Make a plan for {source}")

@@ -109,6 +109,10 @@ GgufType = Literal["f16", "bf16", "f32", "q8_0"]
 #: Architectures of exported folders with layer types: Llama for vLLM, Ministral for transformers.
 Architecture = Literal["llama", "ministral"]
 
+#: Serving engines that a study can be for, by their names in options and in text.
+Engine = Literal["vllm", "llama.cpp", "transformers"]
+ENGINES: Mapping[str, str] = {"vllm": "vLLM", "llama.cpp": "llama.cpp", "transformers": "transformers"}
+
 #: Numbers of KV heads that the layers of a pruned model may have.
 KvCounts = Literal["any", "divisors"]
 

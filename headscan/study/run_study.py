@@ -40,6 +40,7 @@ from headscan.store.verdict_limits import MIN_DOCUMENTS, MIN_TEXTS_IN_LIMIT
 from headscan.study.question_costs import QuestionCosts, limits_per_task, question_costs, repair_texts
 from headscan.study.study_answer import Saving, SavingKind, StudyAnswer
 from headscan.study.study_candidates import Candidates, ablations, best_criterion, caches, mask_arms, removals
+from headscan.study.study_engines import for_engine, kv_counts, plan_block, recent_tokens, removed_shares
 from headscan.study.study_step import FEWEST_STUDY_TEXTS, LONGEST_STUDY_TEXT, Study, StudyError, resumed, write_study
 from headscan.study.study_texts import StudyTexts, document_of, split_texts
 from headscan.study.study_time import TimedPass, decided, looks_of, measures_recall, study_seconds, time_pass
@@ -99,6 +100,7 @@ def _decisions(config: Study, run: Run, texts: StudyTexts) -> tuple[Study, Quest
     """Time a pass and ask a few questions; return the settings without open decisions, the costs of the questions and
     the speed in tokens per second.
     """
+    config = for_engine(config, run)
     assert config.max_tokens is not None
     timed = TimedPass(max(1, min(4, 2048 // config.max_tokens)), config.max_tokens)
     speed: float = run.pool.one(time_pass, timed)
@@ -180,6 +182,7 @@ class _Study:
             report=str(report),
             store=str(self.run.store.path),
             seconds=time.monotonic() - self.started,
+            engine=self.config.engine or "transformers",
         )
         answer.save(Path(self.config.out) / "answers.json")
         return answer
@@ -218,12 +221,11 @@ class _Study:
         config, found, criterion = self.config, list[Candidates](), ""
         if config.shares:
             masks, criterion = self._masks()
-            heads = self.run.facts.grid.total_heads
-            found.append(ablations(masks, criterion, heads, Path(config.out) / "heads.json"))
+            found.append(ablations(masks, criterion, config, self.run))
         if config.window_shares and self._has_time("the plans"):
-            found.append(caches(self._plans(), self.tokens, self._plan_file))
+            found.append(caches(self._plans(), self.tokens, self._plan_file, config, self.run))
         if config.prune_shares and self._has_time("the pruned models"):
-            found.append(removals(self._pruned(criterion), config.model, self.run))
+            found.append(removals(self._pruned(criterion), config, self.run))
         if not found:
             raise StudyError(
                 f"`hours={config.hours:g}` were used up before anything could be tried. Run the same command again"
@@ -252,7 +254,8 @@ class _Study:
             config.model,
             method="measured",
             corpus=self.texts.measure,
-            recent=(config.recent or max(8, self.tokens // 8 - 4),),
+            recent=(recent_tokens(config),),
+            block=plan_block(config),
             max_tokens=self.tokens,
             sequences=self._sequences,
             recall_prompts=config.recall_prompts,
@@ -269,11 +272,14 @@ class _Study:
         """Return the pruned models, smallest share first; those on disk stay."""
         config, out = self.config, Path(self.config.out) / "pruned"
         method = "damage" if config.prune_by == "damage" else criterion
+        unit, shares = removed_shares(config, self.run.facts.grid, self.run.say)
         repairing = max(self._sequences, repair_texts(self.run, self.tokens))
         pruning = Prune(
             config.model,
             out=out,
-            shares=config.prune_shares or (),
+            shares=shares,
+            unit=unit,
+            kv_counts=kv_counts(config),
             methods=(method,),
             orders={} if method == "damage" else {method: self._order(method)},
             texts=PruneTexts(self.texts.measure, self.texts.choose, 2 * repairing, self.tokens),

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from headscan.catalog import RECALL_FAMILIES, head_count
+from headscan.export.servable_model import command_lines
 from headscan.report.ablation_costs import ABLATION
 from headscan.report.answers import ABLATED_QUESTION, CACHE_QUESTION, REMOVED_QUESTION, ReportAnswer
 from headscan.report.saving_costs import CACHE, REMOVAL
 from headscan.runs.progress import time_text
+from headscan.settings.saving_settings import ENGINES, Engine
 from headscan.store.output_files import write_text
 from headscan.store.verdict_limits import limits_words
 from headscan.text_tables import html_text, plain, text_table
@@ -49,6 +51,7 @@ class Saving:
         weights_saved: Share of the weights that each arm saves, 0 to 1.
         length: Tokens at which the cache is counted; 0 if the share does not depend on them.
         file: File or folder of the largest safe share; empty without one.
+        commands: Commands by engine that serve the file, or use it.
     """
 
     kind: SavingKind
@@ -60,6 +63,7 @@ class Saving:
     weights_saved: Mapping[str, float] = field(default_factory=dict)
     length: int = 0
     file: str = ""
+    commands: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def safe(self) -> ShareVerdict | None:
@@ -73,12 +77,30 @@ class Saving:
         parts = [self._size(self.safe)]
         if self.safe.recall_unknown:
             parts.append(self.safe.recall_unknown)
-        if self.safe.name in self.cache_saved:
-            at = f" at {self.length:,} tokens" if self.length else ""
-            parts.append(f"{self.cache_saved[self.safe.name]:.1%} less cache{at}")
-        if self.safe.name in self.weights_saved:
-            parts.append(f"{self.weights_saved[self.safe.name]:.1%} fewer weights")
         return ", ".join(parts)
+
+    def saves(self) -> str:
+        """Return the cache and the weights that the largest safe share saves, and how many times as many tokens fit
+        into a cache of fixed size; empty without a safe share.
+        """
+        if self.kind == ABLATED:
+            return "nothing by itself"
+        if self.safe is None:
+            return ""
+        name = self.safe.name
+        parts = [
+            f"{what} {saved[name]:.1%}"
+            for what, saved in (("cache", self.cache_saved), ("weights", self.weights_saved))
+            if name in saved
+        ]
+        if name in self.tokens_fit:
+            parts.append(f"{self.tokens_fit[name]:.2f} times the tokens")
+        return ", ".join(parts)
+
+    @property
+    def tokens_fit(self) -> dict[str, float]:
+        """How many times as many tokens fit into a cache of fixed size, by arm."""
+        return {name: 1 / (1 - saved) for name, saved in self.cache_saved.items() if saved < 1}
 
     def next(self) -> str:
         """Return the first share that is not safe, with its verdict as the table shows it, and why."""
@@ -95,7 +117,7 @@ class Saving:
         shown = self.safe or next(iter(self.judged), None)
         numbers = "" if shown is None else f" At {100 * shown.share:.3g}%: {_numbers(shown)}."
         if self.safe is not None:
-            detail = f"{self.answer()}.{numbers} Next: {self.next()}."
+            detail = f"{self.answer()}. Saves: {self.saves()}.{numbers} Next: {self.next()}."
             headline = f"{self.safe.share:.1%} is {self.safe.label}"
             return ReportAnswer(question, headline, detail, "open" if self.safe.recall_unknown else "known", link)
         headline = "None shown to be safe"
@@ -132,6 +154,7 @@ class StudyAnswer:
         losses: Increase of the held-out loss by arm, with intervals widened for the kinds of savings.
         seconds: Time of this call.
         steps: Approximate seconds of each step, of a dry run alone; it has no savings.
+        engine: Serving engine in whose form the savings are.
     """
 
     model: str
@@ -150,6 +173,7 @@ class StudyAnswer:
     seconds: float
     steps: Mapping[str, float] = field(default_factory=dict)
     more_questions: int = 0
+    engine: Engine = "transformers"
 
     def __str__(self) -> str:
         """Return the answers as two tables, savings and every judged share; of a dry run, the steps."""
@@ -164,6 +188,7 @@ class StudyAnswer:
             {
                 "saving": each.kind.name,
                 "largest safe": each.answer(),
+                "saves": each.saves(),
                 "next larger share": each.next(),
                 "file": each.file,
             }
@@ -172,13 +197,24 @@ class StudyAnswer:
         several = len(self.savings) > 1
         limits = limits_words(self.max_loss, self.max_points)
         limits += f". Intervals hold for all {len(self.savings)} savings together" * several
+        length = max((each.length for each in self.savings), default=0)
+        at = f" (plans: at {length:,} tokens)" if length else ""
+        saves = (
+            f"saves: shares of the KV cache{at} and of the weights in {ENGINES[self.engine]}, and how many times as"
+            " many tokens fit into the same cache"
+        )
+        serving = [
+            "\n".join([f"{each.file}:", *command_lines(each.commands)]) for each in self.savings if each.commands
+        ]
         return "\n\n".join(
             [
                 head,
                 text_table(savings),
+                saves,
                 text_table(self._share_rows()),
                 limits,
                 *self._more(),
+                *serving,
                 f"report  {self.report}\nstore   {self.store}",
             ]
         )
@@ -202,6 +238,7 @@ class StudyAnswer:
         for saving, row in zip(self.savings, fields["savings"], strict=True):
             safe = None if saving.safe is None else saving.safe.share
             row |= {"kind": saving.kind.name, "answer": saving.answer(), "safe": safe}
+            row |= {"saves": saving.saves(), "tokens_fit": saving.tokens_fit}
         if not self.steps:
             del fields["steps"]
         fields["limits"] = limits_words(self.max_loss, self.max_points)

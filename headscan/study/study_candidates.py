@@ -10,7 +10,6 @@ from pathlib import Path
 from headscan.ablation.masks import HeadMask
 from headscan.catalog import head_count
 from headscan.engine.arms import Arm
-from headscan.model_spec import ModelSpec
 from headscan.plans import HeadPlan, planned_bytes
 from headscan.runs.run_context import Run
 from headscan.steps.plan_arms import plan_arms
@@ -19,6 +18,8 @@ from headscan.store.output_files import write_text
 from headscan.store.records import ArmKind
 from headscan.store.verdict_limits import MIN_RETAINED
 from headscan.study.study_answer import ABLATED, CACHED, REMOVED, Saving, SavingKind
+from headscan.study.study_engines import Serving, heads_commands, model_commands, plan_commands, saved_by
+from headscan.study.study_step import Study
 from headscan.verdicts.judge import judge
 from headscan.verdicts.metrics import read_losses
 from headscan.verdicts.ordered_shares import ShareVerdict
@@ -31,11 +32,13 @@ class Candidates:
     Attributes:
         saving: What is known of them before they are judged.
         write: Returns the file of one of them by its number; the largest safe one is asked for.
+        serving: Returns the commands for that file.
     """
 
     arms: list[Arm]
     saving: Saving
     write: Callable[[int], str]
+    serving: Serving
 
     @property
     def kind(self) -> SavingKind:
@@ -46,16 +49,18 @@ class Candidates:
         saving = replace(self.saving, judged=tuple(verdicts))
         if saving.safe is None:
             return saving
-        return replace(saving, file=self.write([arm.name for arm in self.arms].index(saving.safe.name)))
+        file = self.write([arm.name for arm in self.arms].index(saving.safe.name))
+        return replace(saving, file=file, commands=self.serving(file))
 
 
-def ablations(masks: list[Arm], criterion: str, heads: int, file: Path) -> Candidates:
-    """Return candidates that ablate heads of a model with ``heads`` heads."""
+def ablations(masks: list[Arm], criterion: str, config: Study, run: Run) -> Candidates:
+    """Return candidates that ablate heads."""
+    file, heads = Path(config.out) / "heads.json", run.facts.grid.total_heads
     saving = Saving(ABLATED, (), _tried(masks), units=heads, criterion=criterion)
-    return Candidates(masks, saving, lambda number: write_heads(masks[number], file))
+    return Candidates(masks, saving, lambda number: write_heads(masks[number], file), heads_commands(config, run))
 
 
-def caches(plans: Sequence[HeadPlan], tokens: int, file: Path) -> Candidates:
+def caches(plans: Sequence[HeadPlan], tokens: int, file: Path, config: Study, run: Run) -> Candidates:
     """Return candidates that keep less cache, which is counted at ``tokens`` tokens."""
     arms = [plan_arms(plan, ("forward",), 0)[0] for plan in plans]
     layers = plans[0].model.layers
@@ -68,22 +73,27 @@ def caches(plans: Sequence[HeadPlan], tokens: int, file: Path) -> Candidates:
         length=tokens,
         cache_saved={arm.name: share for arm, share in zip(arms, saved, strict=True)},
     )
-    return Candidates(arms, saving, lambda number: str(plans[number].save(file)))
+    return Candidates(arms, saving, lambda number: str(plans[number].save(file)), plan_commands(config, run))
 
 
-def removals(built: Sequence[BuiltModel], model: ModelSpec, run: Run) -> Candidates:
-    """Return candidates that are pruned models of ``model``."""
-    arms = [pruned_arm(each, model, run.identity) for each in built]
-    costs = {arm.name: each.costs for arm, each in zip(arms, built, strict=True)}
+def removals(built: Sequence[BuiltModel], config: Study, run: Run) -> Candidates:
+    """Return candidates that are pruned models, with the share of the heads that each lacks. Of models without the same
+    heads, the first one is a candidate.
+    """
+    first = {each.removed: each for each in reversed(built)}
+    models = [each for each in built if first[each.removed] is each]
+    arms = [pruned_arm(each, config.model, run.identity) for each in models]
+    heads = run.facts.grid.total_heads
+    saved = {arm.name: saved_by(each, config.engine) for arm, each in zip(arms, models, strict=True)}
     saving = Saving(
         REMOVED,
         (),
-        _tried(arms),
-        units=run.facts.grid.total_heads,
-        cache_saved={name: 1 - cost.cache_left for name, cost in costs.items() if cost.cache_left is not None},
-        weights_saved={name: 1 - cost.weights_left for name, cost in costs.items()},
+        tuple((arm.name, len(each.removed) / heads) for arm, each in zip(arms, models, strict=True)),
+        units=heads,
+        cache_saved={name: cache for name, (cache, _) in saved.items() if cache is not None},
+        weights_saved={name: weights for name, (_, weights) in saved.items()},
     )
-    return Candidates(arms, saving, lambda number: str(built[number].folder))
+    return Candidates(arms, saving, lambda number: str(models[number].folder), model_commands(config))
 
 
 def write_heads(arm: Arm, file: Path) -> str:

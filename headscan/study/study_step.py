@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Unpack
 
 from headscan.catalog import CRITERIA, DEFAULT_SINK, IMPORTANCES, RECALL_NAMES, SCORES
 from headscan.errors import HeadscanError
+from headscan.grid import Unit
 from headscan.options import Group, Option, check_limits
 from headscan.settings.corpus_settings import DEMO_CORPUS, SHORTEST, CorpusSpec
 from headscan.settings.evaluation_settings import LOSS_LIMITS, POINT_LIMITS, RECALL_PROMPTS, TASK_TOKENS, TaskConfig
 from headscan.settings.option_values import file_values, make_settings
+from headscan.settings.saving_settings import Engine
 from headscan.steps.results import Result
 from headscan.steps.step import Step
 from headscan.store.verdict_limits import MARGIN, MAX_LOSS, MIN_TEXTS_IN_LIMIT
@@ -74,13 +76,17 @@ class Study(Step["StudyAnswer"]):
         max_questions: Questions up to which later calls with more hours may ask, at looks that are planned before the
             first question (`headscan.verdicts.looks`); None asks no more than ``questions`` where these are given.
         search: Search for better plans with real windows; None does so if the time allows it.
+        engine: What serves the result; savings that it does not serve are not tried. None takes vLLM, because
+            transformers serves its pruned models and plans, too, and llama.cpp the pruned models; transformers if vLLM
+            does not serve all that is tried.
+        unit: What is removed at once; None removes groups, because single query heads free no KV cache.
         prune_by: ``damage``, ``criterion`` (the chosen one, which needs ``shares``), or None, which takes damage if the
             time allows it, or if there is no criterion.
     """
 
     common: ClassVar = (
         "MODEL --corpus --tasks --hours --out --max-tokens "
-        "--shares --window-shares --prune-shares --questions --max-loss --max-points --config-file"
+        "--shares --window-shares --prune-shares --for --questions --max-loss --max-points --config-file"
     )
     stores: ClassVar = ("resume_anyway",)
     evaluates: ClassVar = True
@@ -98,7 +104,9 @@ class Study(Step["StudyAnswer"]):
     ] = ("output_norm_ln", "importance", "importance_recall")
     shares: Annotated[tuple[float, ...] | None, _shares("heads to ablate", 0.3)] = None
     window_shares: Annotated[tuple[float, ...] | None, _shares("KV heads that get a window", 0.75)] = None
-    prune_shares: Annotated[tuple[float, ...] | None, _shares("heads to remove for good", 0.3)] = None
+    prune_shares: Annotated[
+        tuple[float, ...] | None, _shares("the KV groups, or of --unit, to remove for good", 0.3)
+    ] = None
     recent: Annotated[int | None, Option("recent tokens of a window (default: 1/8 of a text)", least=1)] = None
     sequences: Annotated[
         int | None,
@@ -165,6 +173,23 @@ class Study(Step["StudyAnswer"]):
         Option("what chooses the heads that are removed (default: damage if the time allows)"),
     ] = None
 
+    engine: Annotated[
+        Engine | None,
+        Option(
+            "serving engine of the result: vllm (transformers serves the same files, and llama.cpp the pruned models), "
+            "llama.cpp (pruned models alone), or transformers (default: vllm if it serves all that is tried, else "
+            "transformers)",
+            flag="--for",
+        ),
+    ] = None
+    unit: Annotated[
+        Unit | None,
+        Option(
+            "unit of removal: head: single query heads, which free no cache; group: KV heads with their query heads; "
+            "layer: whole attentions (default: group)"
+        ),
+    ] = None
+
     dry_run: Annotated[bool, Option("print the steps and their times, and keep nothing")] = False
 
     def __post_init__(self) -> None:
@@ -202,6 +227,7 @@ class Study(Step["StudyAnswer"]):
             ("criteria", "shares", self.criteria != Study.criteria),
             ("recent", "window_shares", self.recent is not None),
             ("search", "window_shares", bool(self.search)),
+            ("unit", "prune_shares", self.unit is not None),
         ):
             if getattr(self, shares) == () and is_given:
                 raise StudyError(f"`{name}` has no effect without `{shares}`: leave it out, or set `{shares}`")
@@ -271,6 +297,7 @@ def write_study(path: Path, config: Study) -> None:
     from headscan.store.output_files import write_text
 
     settings = plain(config)
+    settings["for"] = settings.pop("engine")  # a field cannot have the name of this option
     write_text(path, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headscan.export.servable_model import serving_commands
+from headscan.export.servable_model import command_lines, serving_commands
 from headscan.steps.prune.held_out_losses import loss_rows
 from headscan.steps.prune.model_costs import CostComparison
 from headscan.steps.prune.pruned_arms import BuiltModel, skipped_layers
@@ -131,7 +131,7 @@ def model_card(
     loading = ["## Load", "", "```python", *_loading(remote_code), "```", ""]
     if is_servable:
         commands = serving_commands("THIS_FOLDER", serves_itself=remote_code and built.has_equal_groups)
-        loading += ["## Serve", "", "```bash", *commands, "```", ""]
+        loading += ["## Serve", "", "```bash", *command_lines(commands), "```", ""]
     gone = ["## Removed heads", "", _heads(built), ""]
     return "\n".join([*head, *rows, "", "## Verdict", "", *judged, "", *loading, *gone])
 

@@ -498,7 +498,7 @@ def _folder_name(method: str, budget: PruneBudget | None) -> str:
 
 
 def _prune_text(store: str, result: PruneResult, names: Sequence[str], forms: Sequence[Mapping[str, str]]) -> str:
-    from headscan.export.servable_model import serving_commands
+    from headscan.export.servable_model import command_lines, serving_commands
     from headscan.steps.prune.held_out_losses import loss_rows
     from headscan.steps.prune.model_card import cost_rows, model_rows
     from headscan.text_tables import text_table
@@ -531,5 +531,5 @@ def _prune_text(store: str, result: PruneResult, names: Sequence[str], forms: Se
     if result.is_servable:
         last = own[-1]
         commands = serving_commands(str(last.folder), serves_itself=result.has_code and last.has_equal_groups)
-        parts.append("for serving engines:\n" + "\n".join(commands))
+        parts.append("for serving engines:\n" + "\n".join(command_lines(commands)))
     return "\n\n".join(parts)

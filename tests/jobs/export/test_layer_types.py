@@ -18,7 +18,7 @@ from headscan.cli.main import main
 from headscan.errors import ExportError
 from headscan.export.decilm_folder import write_decilm
 from headscan.export.layer_types_folder import write_layer_types
-from headscan.export.servable_model import serving_commands
+from headscan.export.servable_model import command_lines, serving_commands
 from headscan.kv.kv_windows import KvWindows
 from headscan.models.loaded_model import LoadedModel
 from headscan.plans import HeadPlan, PlanError, load_plan
@@ -169,11 +169,14 @@ def test_the_commands_write_folders_and_the_configuration_of_tensorrt(
 
 def test_commands_for_a_folder_with_spaces_are_shell_words() -> None:
     commands = serving_commands("my models/small/", serves_itself=True)
-    assert [shlex.split(command, comments=True) for command in commands] == [
+    assert [shlex.split(command) for of_engine in commands.values() for command in of_engine] == [
         ["headscan", "export", "gguf", "my models/small", "--out", "my models/small.gguf"],
+        ["llama-server", "-m", "my models/small.gguf"],
         ["headscan", "export", "decilm", "my models/small", "--out", "my models/small-served"],
+        ["vllm", "serve", "my models/small-served", "--trust-remote-code"],
         ["vllm", "serve", "my models/small", "--trust-remote-code", "--model-impl", "transformers"],
     ]
+    assert command_lines(commands)[:2] == ["# llama.cpp", commands["llama.cpp"][0]]
 
 
 @pytest.mark.parametrize(
