@@ -9,7 +9,7 @@ from typing import Any, get_args
 import numpy as np
 
 from headscan.catalog import SCORES, STATISTICS
-from headscan.plans import HeadClass, HeadPlan, PlanMethod
+from headscan.plans import METHOD_SHOWS, HeadClass, HeadPlan
 from headscan.report import page_parts as pages
 from headscan.report.head_data import HeadData, SiteNumbers
 from headscan.report.head_measures import HeadMeasure
@@ -279,15 +279,6 @@ def _positional_heads(store: Store, run_id: str) -> list[str]:
 
 HEAD_PLAN = "head-plan"
 
-#: What the scores of a method show.
-_EVIDENCE: dict[PlanMethod, str] = {
-    "measured": "it shows the loss that a window on each head adds",
-    "distant_mass": "it shows where heads attend",
-    "retrieval_score": "it shows which heads copy from far back",
-    "imported": "it shows the numbers of another tool",
-    "random": "it shows random numbers",
-}
-
 
 def plan_section(plan: HeadPlan) -> str:
     """Return the section on a plan: windows, saved bytes and validation."""
@@ -330,8 +321,8 @@ def plan_section(plan: HeadPlan) -> str:
     if plan.validation is None:
         parts.append(
             pages.paragraph(
-                f"This plan has not been validated: {_EVIDENCE[plan.method]}, not the accuracy that a task loses."
-                " Evaluate it with `headscan evaluate --plan`.",
+                f"This plan has not been validated: it shows {METHOD_SHOWS[plan.method]}, not the accuracy that a task"
+                " loses. Evaluate it with `headscan evaluate --plan`.",
                 "warning",
             )
         )

@@ -53,7 +53,7 @@ def measured_plans(config: Plan, model: ModelContext, budgets: Sequence[BudgetRe
     """Make a plan for each budget from one measurement; see `run_plan`. A `Run` keeps what is measured in its
     store, so that the same call resumes, and another budget measures only what it needs in addition.
     """
-    corpus = config.corpus
+    config, corpus = config.with_widths(model.identity), config.corpus
     assert corpus is not None
     prompts = read_prompts(config, model.identity)
     facts = {"batch_tokens": model.batch_tokens, "prompts": [(each.name, hash_of(each.requests)) for each in prompts]}

@@ -103,8 +103,8 @@ def test_log_lines_and_progress_are_safe(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_paths_that_look_like_options_stay_in_messages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = f"{tmp_path}/of store=1.duckdb"
-    for verb in ("plan", "rank", "status"):
-        assert main([verb, "--store", path]) == 2
+    for words in (["plan", "--method", "random"], ["rank"], ["status"]):
+        assert main([*words, "--store", path]) == 2
         assert f"there is no store at {path}. " in capsys.readouterr().err
     Path(path).touch()
     assert main(["status", "--store", path]) == 2
