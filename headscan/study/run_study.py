@@ -20,7 +20,6 @@ from headscan.measure.probe_settings import BehaviourProbe
 from headscan.plans import HeadPlan, WindowShare, load_plan
 from headscan.report.write_report import write_report
 from headscan.runs.head_orders import head_order, run_kind
-from headscan.runs.progress import time_text
 from headscan.runs.run_context import Run
 from headscan.settings.corpus_settings import SHORTEST
 from headscan.settings.evaluation_settings import RecallQuestions, TaskConfig
@@ -40,6 +39,7 @@ from headscan.store.verdict_limits import MIN_DOCUMENTS, MIN_TEXTS_IN_LIMIT
 from headscan.study.question_costs import QuestionCosts, limit_per_task, question_costs, repair_texts
 from headscan.study.study_answer import Saving, SavingKind, StudyAnswer
 from headscan.study.study_candidates import Candidates, ablations, best_criterion, caches, mask_arms, removals
+from headscan.study.study_clock import StudyClock
 from headscan.study.study_step import FEWEST_STUDY_TEXTS, LONGEST_STUDY_TEXT, Study, StudyError, resumed, write_study
 from headscan.study.study_texts import StudyTexts, document_of, split_texts
 from headscan.study.study_time import TimedPass, decided, measures_recall, study_seconds, time_pass
@@ -55,7 +55,9 @@ def run_study(config: Study, run: Run) -> StudyAnswer:
     """Find the largest safe shares, and write the answers, the files and the report into a folder, which has the store
     of ``run``. Its model is held whole in this process.
     """
-    return _Study.begin(config, run).answer()
+    study = _Study.begin(config, run)
+    with study.clock.running():
+        return study.answer()
 
 
 def planned_study(config: Study, run: Run) -> StudyAnswer:
@@ -121,12 +123,12 @@ class _Study:
     run: Run
     texts: StudyTexts
     tokens: int
-    started: float
+    clock: StudyClock
 
     @classmethod
     def begin(cls, config: Study, run: Run) -> _Study:
         """Split the texts, time a pass and decide what the settings leave open."""
-        started = time.monotonic()
+        clock = StudyClock(Path(config.out))
         record = Path(config.out) / "study.yaml"
         known = resumed(record, config)
         settings, model = known or config, Path(config.out) / "model.json"
@@ -135,7 +137,8 @@ class _Study:
         texts = split_texts(settings.texts, Path(config.out) / "texts", settings.judge, run.say)
         tokens = _tokens(config, run)
         if known is None:
-            known, _, _ = _decisions(replace(config, max_tokens=tokens), run, texts)
+            known, costs, speed = _decisions(replace(config, max_tokens=tokens), run, texts)
+            clock.set_plan(study_seconds(known, costs, speed))
             write_text(model, json.dumps(run.identity.fingerprint()))
             write_study(record, known)
         else:
@@ -143,12 +146,14 @@ class _Study:
                 f"{record}: resuming with {known.questions:,} questions and"
                 f" {known.recall_questions} of each recall task"
             )
+            for line in clock.left(known.hours):
+                run.say(line)
         if (blocks := len(texts.judged_files)) < MIN_TEXTS_IN_LIMIT:
             run.say(
                 f"the texts that judge are of {blocks} documents or blocks of 20,000 characters (limit"
                 f" {MIN_TEXTS_IN_LIMIT}): no share can be shown to be safe. Give more text"
             )
-        return cls(known, run, texts, tokens, started)
+        return cls(known, run, texts, tokens, clock)
 
     # The steps.
 
@@ -175,7 +180,7 @@ class _Study:
             losses=losses,
             report=str(report),
             store=str(self.run.store.path),
-            seconds=time.monotonic() - self.started,
+            seconds=self.clock.seconds,
         )
         answer.save(Path(self.config.out) / "answers.json")
         return answer
@@ -221,9 +226,7 @@ class _Study:
         if config.prune_shares and self._has_time("the pruned models"):
             found.append(removals(self._pruned(criterion), config.model, self.run))
         if not found:
-            raise StudyError(
-                f"`hours={config.hours:g}` were used up before anything could be tried. Run the same command again"
-            )
+            raise StudyError(f"`hours={config.hours:g}` were used up before anything could be tried. Raise `hours`")
         return found
 
     def _masks(self) -> tuple[list[Arm], str]:
@@ -345,13 +348,16 @@ class _Study:
     # What the steps share.
 
     def _begin_step(self, title: str) -> None:
-        self.run.say(f"\n{title} ({time_text(time.monotonic() - self.started)} so far)")
+        self.run.say(f"\n{title} ({self.clock.begin(title)})")
 
     def _has_time(self, step: str) -> bool:
-        """Return False, and report that a step is left out, if the hours of this call are used up."""
-        if time.monotonic() - self.started <= 3600 * self.config.hours:
+        """Return False, and report that a step is left out, if the hours of all calls are used up."""
+        if self.clock.has_time(step, 3600 * self.config.hours):
             return True
-        self.run.say(f"the {self.config.hours:g} hours are used up; {step} are left out. The same command continues")
+        self.run.say(
+            f"the {self.config.hours:g} hours are used up; {step} are left out. The same command with more hours"
+            " continues"
+        )
         return False
 
     @property

@@ -129,7 +129,7 @@ class StudyAnswer:
         texts: Texts whose loss is judged.
         tokens: Length of the texts and of the recall questions.
         losses: Increase of the held-out loss by arm, with intervals widened for the kinds of savings.
-        seconds: Time of this call.
+        seconds: Time of all calls.
         steps: Approximate seconds of each step, of a dry run alone; it has no savings.
     """
 

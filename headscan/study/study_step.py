@@ -86,7 +86,7 @@ class Study(Step["StudyAnswer"]):
     corpus: Annotated[CorpusSpec | None, Group("corpus")] = None
     out: Annotated[str | Path, Option("output folder")] = "study"
     tasks: Annotated[TaskConfig, Group("tasks")] = field(default_factory=TaskConfig)
-    hours: Annotated[float, Option("time limit, in hours", above=0, most=1e6)] = 2.0
+    hours: Annotated[float, Option("time limit of all calls in a folder, in hours", above=0, most=1e6)] = 2.0
     max_tokens: Annotated[
         int | None, Option(f"longest text, in tokens (default: at most {LONGEST_STUDY_TEXT})", least=SHORTEST)
     ] = None
@@ -197,7 +197,10 @@ class Study(Step["StudyAnswer"]):
         if store is not None:
             raise StudyError(f"`store={store}`: a study has its own store, `study.duckdb` in `out`. Leave out `store`")
         if not self.dry_run:
-            return super().run(Path(self.out) / "study.duckdb", **options)
+            from headscan.steps.prune.work_folder import claimed
+
+            with claimed(Path(self.out), Path(self.out), StudyError):
+                return super().run(Path(self.out) / "study.duckdb", **options)
         with tempfile.TemporaryDirectory() as folder:
             return super(Study, replace(self, out=folder)).run(Path(folder) / "study.duckdb", **options)
 
@@ -242,7 +245,7 @@ def write_study(path: Path, config: Study) -> None:
 
 def resumed(path: Path, config: Study) -> Study | None:
     """Return the settings that an earlier call with the same settings wrote, with its decisions; None without an
-    earlier call, StudyError for other settings. The hours are those of each call, and so are the places of model, texts
+    earlier call, StudyError for other settings. The hours are those of this call, and so are the places of model, texts
     and folder, whose contents the study compares.
     """
     if not path.exists():

@@ -36,6 +36,7 @@ from headscan.study.question_costs import limit_per_task, question_costs
 from headscan.study.run_study import _Study, run_study
 from headscan.study.study_answer import ABLATED, CACHED, REMOVED, Saving, StudyAnswer
 from headscan.study.study_candidates import write_heads
+from headscan.study.study_clock import StudyClock
 from headscan.study.study_step import Study, StudyError, read_study, resumed, write_study
 from headscan.study.study_texts import _PARTS, document_of, split_texts
 from headscan.study.study_time import PassCosts, QuestionCosts, decided, study_seconds
@@ -552,7 +553,7 @@ def test_a_stop_right_after_the_pruning_loses_no_model(tmp_path: Path, monkeypat
     monkeypatch.setattr("headscan.steps.prune.build_models.repair", lambda *_, **__: {})
     monkeypatch.setattr(_Study, "_order", lambda study, criterion: [(1, 2), (0, 1), (2, 3), (0, 0), (1, 0)])
     with Run(SPEC, Store(tmp_path / "s.duckdb"), lambda spec: InProcessPool(spec, THREADS)) as study_run:
-        a_study = _Study(config, study_run, texts, 88, 0.0)
+        a_study = _Study(config, study_run, texts, 88, StudyClock(Path(config.out)))
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr("headscan.steps.prune.run_prune.run_prune", stopped)
             a_study._pruned("output_norm_ln")
