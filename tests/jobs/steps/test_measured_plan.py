@@ -137,7 +137,7 @@ def test_held_out_prompts_decide_nothing(context: ModelContext, pretend: Callabl
     plan = run_plan(config, context, LossLimit(1.0))
     assert plan.budget.window_heads == 8
     assert plan.validation is not None and plan.validation["loss_increase"] == {"text": 4.0}
-    assert "+4.0000 on text nats per token; this exceeds the limit of 1" in plan.notes[0]
+    assert "in nats per token: text +4.0000 [+4.0000, +4.0000]; this exceeds the limit of 1" in plan.notes[0]
 
 
 def test_each_recall_task_keeps_the_loss_limit(context: ModelContext, pretend: Callable[[AddedLoss], None]) -> None:
@@ -271,17 +271,23 @@ def test_the_command_writes_a_plan_and_keeps_the_damages(tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("plan --method measured --corpus x", "--method measured and MODEL go together"),
-        ("plan some/model --method measured", "--method measured and --corpus go together"),
-        ("plan --max-loss 0.1", "--max-loss has no effect on --method distant_mass (only on measured): leave it out"),
-        ("plan --sequences 64", "--sequences has no effect on --method distant_mass"),
+        ("plan --method measured --corpus x", "--method measured needs a model, and texts as --corpus"),
+        ("plan some/model --method measured", "--method measured measures windows on texts. Name them as --corpus"),
+        (
+            "plan --method distant_mass --max-loss 0.1",
+            "--max-loss has no effect on --method distant_mass (only on measured): leave it out",
+        ),
+        ("plan --method distant_mass --sequences 64", "--sequences has no effect on --method distant_mass"),
         ("plan --no-confirm --method retrieval_score", "--no-confirm has no effect on --method retrieval_score"),
-        ("plan --seed 0", "--seed has no effect on --method distant_mass (only on measured, random)"),
-        ("plan --dtype float32", "--dtype has no effect on --method distant_mass"),
+        (
+            "plan --method distant_mass --seed 0",
+            "--seed has no effect on --method distant_mass (only on measured, random)",
+        ),
+        ("plan --method distant_mass --dtype float32", "--dtype has no effect on --method distant_mass"),
         ("plan --device cpu --method random", "--device has no effect on --method random"),
         ("plan demo --method measured --corpus x --run abc", "--run has no effect on --method measured"),
         ("plan demo --method measured --corpus x --inverted", "--inverted has no effect on --method measured"),
-        ("plan --recent 16,64", "--recent with several widths"),
+        ("plan --method distant_mass --recent 16,64", "--recent with several widths"),
     ],
 )
 def test_options_that_do_not_go_together(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
