@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, get_args
 
 import numpy as np
@@ -315,6 +316,13 @@ def plan_section(plan: HeadPlan) -> str:
     ]
     layers = pages.table(["layer", "KV cache", "KV heads", *classes], rows, texts=2)
     parts.append(layers if len(plan.model.layers) <= 12 else pages.folded("Counts per layer", layers))
+    if plan.window_heads:
+        of_layer = [
+            f"layer {layer}: {', '.join(str(head) for _, head in heads)}"
+            for layer, heads in groupby(plan.window_heads, key=lambda head: head[0])
+        ]
+        named = pages.paragraph(f"By layer, the KV heads from 0: {'; '.join(of_layer)}.")
+        parts.append(pages.folded(f"The {len(plan.window_heads)} KV heads that keep a window", named))
     parts.append(pages.paragraph(f"Keep-score: {plan.score}.", "note"))
     if plan.notes:
         parts.append(pages.bullets(plan.notes))

@@ -32,12 +32,12 @@ from headscan.steps.prune.prune_step import Prune
 from headscan.steps.prune.pruned_arms import BuiltModel
 from headscan.steps.prune.work_folder import delivered_model
 from headscan.steps.run_evaluation import run_evaluation
-from headscan.steps.run_plan import measured_plans
+from headscan.steps.run_plan import measured_plans, own_loss, shown_loss
 from headscan.steps.scan import Scan
 from headscan.store.output_files import write_text
 from headscan.store.verdict_limits import MIN_DOCUMENTS, MIN_TEXTS_IN_LIMIT
 from headscan.study.question_costs import QuestionCosts, limit_per_task, question_costs, repair_texts
-from headscan.study.study_answer import Saving, SavingKind, StudyAnswer
+from headscan.study.study_answer import CACHED, Saving, SavingKind, StudyAnswer
 from headscan.study.study_candidates import Candidates, ablations, best_criterion, caches, mask_arms, removals
 from headscan.study.study_clock import StudyClock
 from headscan.study.study_step import FEWEST_STUDY_TEXTS, LONGEST_STUDY_TEXT, Study, StudyError, resumed, write_study
@@ -222,7 +222,8 @@ class _Study:
             heads = self.run.facts.grid.total_heads
             found.append(ablations(masks, criterion, heads, Path(config.out) / "heads.json"))
         if config.window_shares and self._has_time("the plans"):
-            found.append(caches(self._plans(), self.tokens, self._plan_file))
+            tried = tuple(str(self._tried_plan(share)) for share in config.window_shares)
+            found.append(caches(self._plans(), self.tokens, self._plan_file, tried, config.max_loss))
         if config.prune_shares and self._has_time("the pruned models"):
             found.append(removals(self._pruned(criterion), config.model, self.run))
         if not found:
@@ -245,7 +246,7 @@ class _Study:
 
     def _plans(self) -> list[HeadPlan]:
         """Return the plans, smallest share first, and save them."""
-        config, folder = self.config, Path(self.config.out) / "plans"
+        config = self.config
         self._begin_step("4. plans: which KV heads need the whole cache")
         measuring = Plan(
             config.model,
@@ -259,9 +260,11 @@ class _Study:
         )
         shares = config.window_shares or ()
         plans = measured_plans(measuring, self.run, [WindowShare(share) for share in shares])
-        folder.mkdir(exist_ok=True)
         for share, plan in zip(shares, plans, strict=True):
-            plan.save(folder / f"{share:g}.json")
+            plan.save(self._tried_plan(share))
+            lost = shown_loss(plan, config.max_loss)
+            stops = f". It loses {lost}, so no questions are asked" if lost else ""
+            self.run.say(f"plan of {share:.3g}, on its own held-out prompts: {own_loss(plan)} nats per token{stops}")
         return plans
 
     def _pruned(self, criterion: str) -> list[BuiltModel]:
@@ -304,9 +307,11 @@ class _Study:
         judged: dict[SavingKind, list[ShareVerdict]] = {}
         tried = {each.kind: each for each in candidates}
         live = dict.fromkeys(tried, 0)
+        stopped = {name: why for each in candidates for name, why in each.saving.stopped.items()}
         while live:
             # The arms of one round share the work of the baseline.
             asked = [tried[kind].arms[number] for kind, number in live.items()]
+            asked = [arm for arm in asked if arm.name not in stopped]
             run_id = self._evaluate(self._judging, [a for a in asked if not exceeds(losses[a.name], config.max_loss)])
             for kind, number in list(live.items()):
                 shares = tried[kind].saving.tried
@@ -318,6 +323,7 @@ class _Study:
                     max_loss=config.max_loss,
                     max_points=config.max_points,
                     comparisons=config.kind_count,
+                    stopped=stopped,
                 )
                 last = judged[kind][-1]
                 self.run.say(f"{kind.name}, {last.share:.1%}: {last.label}{f' ({last.why})' if last.why else ''}")
@@ -329,7 +335,8 @@ class _Study:
         return run_id, judged
 
     def _report(self, scan_run: str, run_id: str, losses: Mapping[str, Increase], savings: Sequence[Saving]) -> Path:
-        plan = load_plan(self._plan_file) if self._plan_file.exists() else None
+        files = [Path(each.file or each.tried_file) for each in savings if each.kind == CACHED]
+        plan = load_plan(files[0]) if files else None
         finished = self._count("SELECT count(*) FROM arms WHERE run_id = ? AND status = 'finished'", run_id)
         return write_report(
             self.run.store,
@@ -337,7 +344,7 @@ class _Study:
             scan_run=scan_run,
             evaluate_run=run_id if finished > 1 else None,
             plan=plan,
-            plan_file=None if plan is None else self._plan_file,
+            plan_file=None if plan is None else files[0],
             max_loss=self.config.max_loss,
             max_points=self.config.max_points,
             losses=losses,
@@ -377,6 +384,9 @@ class _Study:
     @property
     def _recall_tokens(self) -> int:
         return self.tokens - 1
+
+    def _tried_plan(self, share: float) -> Path:
+        return Path(self.config.out) / "plans" / f"{share:g}.json"
 
     @property
     def _plan_file(self) -> Path:

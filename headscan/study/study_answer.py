@@ -49,6 +49,10 @@ class Saving:
         weights_saved: Share of the weights that each arm saves, 0 to 1.
         length: Tokens at which the cache is counted; 0 if the share does not depend on them.
         file: File or folder of the largest safe share; empty without one.
+        tried_file: File or folder of the first share that was judged, which is not safe; empty if one is safe, or if
+            the heads of the share have no file.
+        own_losses: Loss of each plan on its own held-out prompts, in words, by arm.
+        stopped: What plans lose there for which a study asks no questions, by arm.
     """
 
     kind: SavingKind
@@ -60,6 +64,9 @@ class Saving:
     weights_saved: Mapping[str, float] = field(default_factory=dict)
     length: int = 0
     file: str = ""
+    tried_file: str = ""
+    own_losses: Mapping[str, str] = field(default_factory=dict)
+    stopped: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def safe(self) -> ShareVerdict | None:
@@ -102,7 +109,9 @@ class Saving:
         if shown is not None and shown.label in (TOO_FEW_QUESTIONS, TOO_FEW_TEXTS, PROBABLY_LOSES):
             headline = shown.label.capitalize()
         following = self.next()
-        return ReportAnswer(question, headline, f"{following[0].upper()}{following[1:]}.{numbers}", "open", link)
+        tried = f" The file of the tried share, which is not safe: {self.tried_file}." * bool(self.tried_file)
+        detail = f"{following[0].upper()}{following[1:]}.{numbers}{tried}"
+        return ReportAnswer(question, headline, detail, "open", link)
 
     def _size(self, share: ShareVerdict) -> str:
         by = f" by {self.criterion}" if self.criterion else ""
@@ -163,18 +172,25 @@ class StudyAnswer:
                 "saving": each.kind.name,
                 "largest safe": each.answer(),
                 "next larger share": each.next(),
-                "file": each.file,
+                "file": each.file or (each.tried_file and f"{each.tried_file} (tried, not safe)"),
             }
             for each in self.savings
         ]
         several = len(self.savings) > 1
         limits = limits_words(self.max_loss, self.max_points)
         limits += f". Intervals hold for all {len(self.savings)} savings together" * several
+        own = [
+            f"{saving.kind.name} {100 * share:.3g}%, on the held-out prompts of its plan: {saving.own_losses[name]}"
+            for saving in self.savings
+            for name, share in saving.tried
+            if name in saving.own_losses
+        ]
         return "\n\n".join(
             [
                 head,
                 text_table(savings),
                 text_table(self._share_rows()),
+                *(["\n".join(own)] if own else []),
                 limits,
                 f"report  {self.report}\nstore   {self.store}",
             ]
@@ -215,12 +231,14 @@ class StudyAnswer:
                         "expected": "" if expected is None else expected.interval.words(1),
                         "loss": self.losses[name].numbers(),
                         **{each.heading: recall.get(name, "") for name, each in RECALL_FAMILIES.items()},
-                        "verdict": self._outcome(verdict, name),
+                        "verdict": self._outcome(verdict, name, saving.stopped),
                     }
                 )
         return rows
 
-    def _outcome(self, verdict: ShareVerdict | None, name: str) -> str:
+    def _outcome(self, verdict: ShareVerdict | None, name: str, stopped: Mapping[str, str]) -> str:
         if verdict is not None:
             return verdict.label
-        return f"{Outcome.LOSES} (loss)" if exceeds(self.losses[name], self.max_loss) else "not asked"
+        if exceeds(self.losses[name], self.max_loss):
+            return f"{Outcome.LOSES} (loss)"
+        return f"{Outcome.LOSES} (held-out prompts)" if name in stopped else "not asked"

@@ -15,6 +15,7 @@ from headscan.plans import HeadPlan, planned_bytes
 from headscan.runs.run_context import Run
 from headscan.steps.plan_arms import plan_arms
 from headscan.steps.prune.pruned_arms import BuiltModel, pruned_arm
+from headscan.steps.run_plan import own_loss, shown_loss
 from headscan.store.output_files import write_text
 from headscan.store.records import ArmKind
 from headscan.store.verdict_limits import MIN_RETAINED
@@ -30,21 +31,23 @@ class Candidates:
     Attributes:
         saving: What is known of them before they are judged.
         write: Returns the file of one of them by its number; the largest safe one is asked for.
+        tried: Files of all of them, if there are any before they are judged.
     """
 
     arms: list[Arm]
     saving: Saving
     write: Callable[[int], str]
+    tried: tuple[str, ...] = ()
 
     @property
     def kind(self) -> SavingKind:
         return self.saving.kind
 
     def saving_of(self, verdicts: Sequence[ShareVerdict]) -> Saving:
-        """Return the saving with its verdicts, and with the file of the largest safe share, if there is one."""
+        """Return the saving with its verdicts, and with the file of the largest safe share, or of the tried one."""
         saving = replace(self.saving, judged=tuple(verdicts))
         if saving.safe is None:
-            return saving
+            return replace(saving, tried_file=next(iter(self.tried), ""))
         return replace(saving, file=self.write([arm.name for arm in self.arms].index(saving.safe.name)))
 
 
@@ -54,8 +57,10 @@ def ablations(masks: list[Arm], criterion: str, heads: int, file: Path) -> Candi
     return Candidates(masks, saving, lambda number: write_heads(masks[number], file))
 
 
-def caches(plans: Sequence[HeadPlan], tokens: int, file: Path) -> Candidates:
-    """Return candidates that keep less cache, which is counted at ``tokens`` tokens."""
+def caches(plans: Sequence[HeadPlan], tokens: int, file: Path, tried: tuple[str, ...], max_loss: float) -> Candidates:
+    """Return candidates that keep less cache, which is counted at ``tokens`` tokens. Those that are shown to lose on
+    the held-out prompts of their plans, the loss of text more than ``max_loss``, are not asked.
+    """
     arms = [plan_arms(plan, ("forward",), 0)[0] for plan in plans]
     layers = plans[0].model.layers
     saved = [1 - planned_bytes(plan, tokens) / plan.model.cache_bytes(tokens, plan.block) for plan in plans]
@@ -66,8 +71,10 @@ def caches(plans: Sequence[HeadPlan], tokens: int, file: Path) -> Candidates:
         units=sum(layer.num_key_value_heads for layer in layers),
         length=tokens,
         cache_saved={arm.name: share for arm, share in zip(arms, saved, strict=True)},
+        own_losses={arm.name: own_loss(plan) for arm, plan in zip(arms, plans, strict=True)},
+        stopped={arm.name: why for arm, plan in zip(arms, plans, strict=True) if (why := shown_loss(plan, max_loss))},
     )
-    return Candidates(arms, saving, lambda number: str(plans[number].save(file)))
+    return Candidates(arms, saving, lambda number: str(plans[number].save(file)), tried)
 
 
 def removals(built: Sequence[BuiltModel], model: ModelSpec, run: Run) -> Candidates:
@@ -82,7 +89,7 @@ def removals(built: Sequence[BuiltModel], model: ModelSpec, run: Run) -> Candida
         cache_saved={name: 1 - cost.cache_left for name, cost in costs.items() if cost.cache_left is not None},
         weights_saved={name: 1 - cost.weights_left for name, cost in costs.items()},
     )
-    return Candidates(arms, saving, lambda number: str(built[number].folder))
+    return Candidates(arms, saving, lambda number: str(built[number].folder), tuple(str(each.folder) for each in built))
 
 
 def write_heads(arm: Arm, file: Path) -> str:

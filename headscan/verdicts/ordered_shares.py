@@ -85,10 +85,12 @@ def judge_shares(
     max_loss: float,
     max_points: float = MARGIN,
     comparisons: int,
+    stopped: Mapping[str, str] | None = None,
 ) -> list[ShareVerdict]:
     """Judge shares of one kind, with the names of their arms, from small to large, fixed before the questions were
     read. The list ends with the first share that is not safe; it is empty if the first share has no answers yet.
-    ``max_loss`` is in nats per token, and ``max_points`` in percentage points.
+    ``max_loss`` is in nats per token, and ``max_points`` in percentage points. ``stopped`` holds what shares lose that
+    are not asked, by the names of their arms.
     """
     judged = judge(
         store,
@@ -105,6 +107,10 @@ def judge_shares(
         if loss is not None and exceeds(loss, max_loss):
             why = loss_words(loss, max_loss)
             verdicts.append(ShareVerdict(name, share, loss, Outcome.LOSES, str(Outcome.LOSES), why))
+        elif stopped and name in stopped:
+            label = f"{Outcome.LOSES} (held-out prompts)"
+            why = f"{stopped[name]}, on the plan's own held-out prompts"
+            verdicts.append(ShareVerdict(name, share, loss, Outcome.LOSES, label, why))
         elif name in judged:
             verdicts.append(share_verdict(judged[name], share))
         else:
