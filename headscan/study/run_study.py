@@ -20,6 +20,7 @@ from headscan.measure.probe_settings import BehaviourProbe
 from headscan.plans import HeadPlan, WindowShare, load_plan
 from headscan.report.write_report import write_report
 from headscan.runs.head_orders import head_order, run_kind
+from headscan.runs.progress import at_work
 from headscan.runs.run_context import Run
 from headscan.settings.corpus_settings import SHORTEST
 from headscan.settings.evaluation_settings import RecallQuestions, TaskConfig
@@ -164,7 +165,8 @@ class _Study:
         losses = self._losses([arm for each in candidates for arm in each.arms])
         run_id, judged = self._judged(candidates, losses)
         savings = tuple(each.saving_of(judged[each.kind]) for each in candidates)
-        report = self._report(scan_run, run_id, losses, savings)
+        with at_work("report"):
+            report = self._report(scan_run, run_id, losses, savings)
         grid = self.run.facts.grid
         answer = StudyAnswer(
             model=self.run.identity.name,
@@ -241,7 +243,8 @@ class _Study:
         recall_plan = self._recall(config.recall_prompts, seed=1)
         choosing = Evaluate(config.model, recall=recall_plan, text=text)
         run_id = self._evaluate(choosing, [arm for of_one in arms.values() for arm in of_one])
-        best = best_criterion(self.run, run_id, arms, config.max_loss)
+        with at_work("choice of the criterion"):
+            best = best_criterion(self.run, run_id, arms, config.max_loss)
         return arms[best], best
 
     def _plans(self) -> list[HeadPlan]:
@@ -315,16 +318,17 @@ class _Study:
             run_id = self._evaluate(self._judging, [a for a in asked if not exceeds(losses[a.name], config.max_loss)])
             for kind, number in list(live.items()):
                 shares = tried[kind].saving.tried
-                judged[kind] = judge_shares(
-                    self.run.store,
-                    run_id,
-                    shares,
-                    losses,
-                    max_loss=config.max_loss,
-                    max_points=config.max_points,
-                    comparisons=config.kind_count,
-                    stopped=stopped,
-                )
+                with at_work("verdicts"):
+                    judged[kind] = judge_shares(
+                        self.run.store,
+                        run_id,
+                        shares,
+                        losses,
+                        max_loss=config.max_loss,
+                        max_points=config.max_points,
+                        comparisons=config.kind_count,
+                        stopped=stopped,
+                    )
                 last = judged[kind][-1]
                 self.run.say(f"{kind.name}, {last.share:.1%}: {last.label}{f' ({last.why})' if last.why else ''}")
                 live[kind] = number + 1

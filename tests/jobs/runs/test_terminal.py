@@ -157,7 +157,7 @@ def test_the_time_left_follows_the_latest_speed(monkeypatch: pytest.MonkeyPatch)
     progress.update(0)
     lines = out.getvalue().splitlines()
     assert lines[0] == "answers: 1 of 190 requests, 0.0167/s, 3 h 09 min left"
-    assert lines[59] == "answers: 60 of 190 requests, 0.496/s, 4 min left"
+    assert lines[59] == "answers: 60 of 190 requests, 0.504/s, 4 min left"
     assert lines[60] == "answers: 61 of 190 requests, 1/s, 2 min left"
     assert lines[188].endswith("189 of 190 requests, 1/s, 1.0 s left")
     assert [line for line in lines if " 0.0 s left" in line] == []
