@@ -327,6 +327,6 @@ class Plan(Step["HeadPlan"]):
                 f"not a measured loss: method {result.method} shows {shows}. The command that judges the plan:",
                 f"  {command}",
             ]
-            facts["judge"] = command
+            facts["judge_command"] = command
         rows = loads(result.to_json())["heads"]
         return Result(rows, lambda: "\n".join([*lines, f"written to {self.out}"]), facts)

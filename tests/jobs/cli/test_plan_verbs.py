@@ -162,4 +162,4 @@ def test_a_plan_that_measured_no_loss_says_so_with_the_command_that_judges_it(
     assert words[-2:] == ["--store", str(store)] and words[words.index("--plan") + 1] == str(out)
     assert read_command(words).step.arms.plans == (str(out),)
     assert main([*words_of(store, out, *WIDTH, "--method", method), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["judge"] == command.strip()
+    assert json.loads(capsys.readouterr().out)["judge_command"] == command.strip()
