@@ -197,17 +197,18 @@ class Study(Step["StudyAnswer"]):
         if store is not None:
             raise StudyError(f"`store={store}`: a study has its own store, `study.duckdb` in `out`. Leave out `store`")
         if not self.dry_run:
-            from headscan.steps.prune.work_folder import claimed
-
-            with claimed(Path(self.out), Path(self.out), StudyError):
-                return super().run(Path(self.out) / "study.duckdb", **options)
+            return super().run(Path(self.out) / "study.duckdb", **options)
         with tempfile.TemporaryDirectory() as folder:
             return super(Study, replace(self, out=folder)).run(Path(folder) / "study.duckdb", **options)
 
     def execute(self, run: Run) -> StudyAnswer:
+        from headscan.steps.prune.work_folder import claimed
         from headscan.study.run_study import planned_study, run_study
 
-        return planned_study(self, run) if self.dry_run else run_study(self, run)
+        if self.dry_run:
+            return planned_study(self, run)
+        with claimed(Path(self.out), Path(self.out), StudyError):
+            return run_study(self, run)
 
     def shown(self, result: StudyAnswer, store: Store) -> Result:
         return Result([result.as_dict()], lambda: str(result), {"out": str(self.out)})
