@@ -101,7 +101,8 @@ def _decisions(config: Study, run: Run, texts: StudyTexts) -> tuple[Study, Quest
     """
     assert config.max_tokens is not None
     timed = TimedPass(max(1, min(4, 2048 // config.max_tokens)), config.max_tokens)
-    speed: float = run.pool.one(time_pass, timed)
+    with at_work("timed pass"):
+        speed: float = run.pool.one(time_pass, timed)
     costs = question_costs(config, run, texts)
     return decided(config, speed, costs, run.say), costs, speed
 
