@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from importlib import import_module, metadata
+from types import FrameType
 from typing import Any
 
 from headscan.cli.option_parser import Parser, UsageError, read_settings, with_flags
@@ -66,9 +69,40 @@ def verb_list() -> str:
 
 def main(command_line: Sequence[str] | None = None) -> int:
     """Run a command line (None: the arguments of the process). Return the exit code: 0; 2 for an error of the user; 3
-    if some named parts failed and the rest is done; 130 if interrupted.
+    if some named parts failed and the rest is done; 130 if interrupted, by Ctrl-C or by SIGTERM.
     """
-    words = sys.argv[1:] if command_line is None else list(command_line)
+    with _sigterm_interrupts():
+        return _run_words(sys.argv[1:] if command_line is None else list(command_line))
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM, with which Slurm and `timeout` end a command, interrupt it as Ctrl-C does. A handler that the
+    process has stays.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    process, interrupted = os.getpid(), False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if os.getpid() != process:  # forked children end as without a handler
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not interrupted:  # `timeout` sends the signal twice, and the second would stop the storing of results
+            interrupted = True
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _run_words(words: list[str]) -> int:
+    """Run the words of a command line; see `main`."""
     try:
         if not words or words[0] not in VERBS:
             return _without_verb(words)

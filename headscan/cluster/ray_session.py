@@ -6,10 +6,12 @@ import logging
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -302,7 +304,12 @@ def _start_remedy(problem: PlacementError) -> str | None:
 
 
 def _init(ray: Any, failure: str, **options: Any) -> Any:
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         return ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=True, **options)
     except Exception as problem:  # Ray raises bare Exception, RuntimeError, OSError and others for a failed start
         raise PlacementError(f"{failure}: {first_line(problem)}") from problem
+    finally:
+        # Ray replaces the handler of the process by one that exits at once; one that the program has set stays.
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)

@@ -41,6 +41,7 @@ from headscan.plans.plan_budgets import LossLimit as LossLimit
 from headscan.plans.plan_budgets import WindowHeads as WindowHeads
 from headscan.plans.plan_budgets import WindowShare as WindowShare
 from headscan.plans.plan_budgets import budget_lengths as budget_lengths
+from headscan.plans.plan_records import METHOD_SHOWS as METHOD_SHOWS
 from headscan.plans.plan_records import DamageCalibration as DamageCalibration
 from headscan.plans.plan_records import DamageTexts as DamageTexts
 from headscan.plans.plan_records import Granularity as Granularity

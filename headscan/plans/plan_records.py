@@ -162,6 +162,16 @@ def shown(value: Any) -> str:
     return repr(value[:40] if isinstance(value, str) else value)
 
 
+#: What the keep-scores of a method show.
+METHOD_SHOWS: dict[PlanMethod, str] = {
+    "measured": "the loss that a window on each head adds",
+    "distant_mass": "where heads attend",
+    "retrieval_score": "which heads copy from far back",
+    "imported": "the numbers of another tool",
+    "random": "random numbers",
+}
+
+
 @dataclass(frozen=True, config=CHECKED)
 class PlannedLayer(PlanRecord):
     """The self-attention of one layer.

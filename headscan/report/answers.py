@@ -211,7 +211,6 @@ class CacheHint:
         kv_heads: Number of KV heads that may get a window.
         far: Largest share of weight beyond the window among the half of the KV heads that look back least; None if no
             text is longer than the window, or if it was not measured.
-        run: Options of `plan` that name the scan; empty if it is the only one.
     """
 
     sink: int
@@ -219,7 +218,6 @@ class CacheHint:
     longest: int
     kv_heads: int
     far: float | None
-    run: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, store: Store, scan: Mapping[str, Any], site: SiteNumbers) -> CacheHint:
@@ -236,17 +234,25 @@ class CacheHint:
             by_head = [float(mass[(heads.layer == layer) & (heads.kv_head == kv)].max()) for layer, kv in places]
             middle = sorted(by_head)[(len(by_head) - 1) // 2]
             far = middle if np.isfinite(by_head).all() else None
-        several = len(store.runs("scan")) > 1
-        return cls(sink, recent, longest, len(places), far, ("--run", scan["run_id"]) if several else ())
+        return cls(sink, recent, longest, len(places), far)
 
     def answer(self, commands: Commands) -> ReportAnswer:
         """Return the answer with the command that measures more."""
+        sink, recent = self.sink, self.recent
         if self.far is None:
             # Texts are longer than this window, as they must be.
-            recent = 2 ** int(math.log2(max(self.longest // 4, 1)))
-            window: tuple[str, ...] = () if recent >= DEFAULT_RECENT else ("--recent", str(recent))
-            options = ("--method", "measured", *commands.own_texts, *window)
-            command = shlex.join(["headscan", "plan", *commands.model, *options])  # it reads no store
+            sink, recent = DEFAULT_SINK, min(DEFAULT_RECENT, 2 ** int(math.log2(max(self.longest // 4, 1))))
+        window = (*(() if sink == DEFAULT_SINK else ("--sink", str(sink))), "--recent", str(recent))
+        command = commands.on_model("plan", *commands.own_texts, *window)
+        if self.far is not None:
+            half = (self.kv_heads + 1) // 2
+            detail = (
+                f"Not tested. {half} of {self.kv_heads} KV heads put at most {self.far:.1%} of their attention beyond"
+                f" the first {self.sink} and the last {self.recent} tokens, which is not a measured loss. The first"
+                " command measures which half of the heads loses least with such a window."
+            )
+            headline = "Perhaps half of the heads" if self.far <= _LITTLE else "Not tested"
+        else:
             detail = (
                 f"The texts of the scan have at most {self.longest:,} tokens, so they show nothing beyond a window of"
                 f" {self.sink} first and {self.recent} last tokens. The first command measures windows on the model."
@@ -254,17 +260,6 @@ class CacheHint:
                 else "The scan did not measure how much heads look beyond a window. The first command does."
             )
             headline = "Not measured"
-        else:
-            widths = (("--sink", self.sink, DEFAULT_SINK), ("--recent", self.recent, DEFAULT_RECENT))
-            window = tuple(word for flag, width, usual in widths if width != usual for word in (flag, str(width)))
-            command = commands.on_store("plan", "--window-share", "0.5", *window, *self.run)
-            half = (self.kv_heads + 1) // 2
-            detail = (
-                f"Not tested. {half} of {self.kv_heads} KV heads put at most {self.far:.1%} of their attention beyond"
-                f" the first {self.sink} and the last {self.recent} tokens. The first command writes a plan in which"
-                " half of the heads keep no more than that."
-            )
-            headline = "Perhaps half of the heads" if self.far <= _LITTLE else "Not tested"
         commands = replace(commands, plan=_PLAN_FILE)
         lines = f"{command}\n{commands.evaluate_plan}"
         return ReportAnswer(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, get_args
 
 import numpy as np
 
 from headscan.catalog import SCORES, STATISTICS
-from headscan.plans import HeadClass, HeadPlan, PlanMethod
+from headscan.plans import METHOD_SHOWS, HeadClass, HeadPlan
 from headscan.report import page_parts as pages
 from headscan.report.head_data import HeadData, SiteNumbers
 from headscan.report.head_measures import HeadMeasure
@@ -279,15 +280,6 @@ def _positional_heads(store: Store, run_id: str) -> list[str]:
 
 HEAD_PLAN = "head-plan"
 
-#: What the scores of a method show.
-_EVIDENCE: dict[PlanMethod, str] = {
-    "measured": "it shows the loss that a window on each head adds",
-    "distant_mass": "it shows where heads attend",
-    "retrieval_score": "it shows which heads copy from far back",
-    "imported": "it shows the numbers of another tool",
-    "random": "it shows random numbers",
-}
-
 
 def plan_section(plan: HeadPlan) -> str:
     """Return the section on a plan: windows, saved bytes and validation."""
@@ -324,14 +316,21 @@ def plan_section(plan: HeadPlan) -> str:
     ]
     layers = pages.table(["layer", "KV cache", "KV heads", *classes], rows, texts=2)
     parts.append(layers if len(plan.model.layers) <= 12 else pages.folded("Counts per layer", layers))
+    if plan.window_heads:
+        of_layer = [
+            f"layer {layer}: {', '.join(str(head) for _, head in heads)}"
+            for layer, heads in groupby(plan.window_heads, key=lambda head: head[0])
+        ]
+        named = pages.paragraph(f"By layer, the KV heads from 0: {'; '.join(of_layer)}.")
+        parts.append(pages.folded(f"The {len(plan.window_heads)} KV heads that keep a window", named))
     parts.append(pages.paragraph(f"Keep-score: {plan.score}.", "note"))
     if plan.notes:
         parts.append(pages.bullets(plan.notes))
     if plan.validation is None:
         parts.append(
             pages.paragraph(
-                f"This plan has not been validated: {_EVIDENCE[plan.method]}, not the accuracy that a task loses."
-                " Evaluate it with `headscan evaluate --plan`.",
+                f"This plan has not been validated: it shows {METHOD_SHOWS[plan.method]}, not the accuracy that a task"
+                " loses. Evaluate it with `headscan evaluate --plan`.",
                 "warning",
             )
         )

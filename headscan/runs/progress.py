@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Self, TextIO
@@ -16,7 +17,7 @@ from headscan.text_tables import printable
 
 
 class Progress:
-    """Progress with rate and time left; a context manager.
+    """Progress with rate and time left, from the speed of the later half of the time so far; a context manager.
 
     Args:
         total: None if it is unknown.
@@ -47,6 +48,8 @@ class Progress:
         self._brief = brief
         self._started = self._printed = time.monotonic()
         self._done = self._skipped = 0
+        # Times at which work was finished, with its amount; the first one is as old as half of the time or older.
+        self._finished = deque([(self._started, 0)])
         self._ended = threading.Event()
 
     def skip(self, count: int) -> None:
@@ -58,6 +61,7 @@ class Progress:
 
     def update(self, count: int = 1) -> None:
         self._done += count
+        self._finished.append((time.monotonic(), self._done))
         if self._bar is not None:
             self._bar.update(count)
         elif time.monotonic() - self._printed >= self._every:
@@ -93,11 +97,27 @@ class Progress:
             return f"{self._title}: at work for {time_text(time.monotonic() - self._started)}"
         parts = [f"{self._title}: {at}{'' if self._total is None else f' of {self._total}'} {self._unit}"]
         if self._done:  # without finished work there is no rate, and no time left
-            rate = self._done / max(1e-9, time.monotonic() - self._started)
+            rate = self._rate()
             parts.append(f"{rate:.3g}/s")
             if self._total is not None:
-                parts.append(f"{time_text(max(0, self._total - at) / rate)} left")
+                left = max(1.0, (self._total - at) / rate)
+                parts.append(f"{time_text(left)} left" if at < self._total else "finishing")
+        elif self._total is not None and at >= self._total:
+            parts.append("finishing")
         return ", ".join(parts)
+
+    def _rate(self) -> float:
+        """Return the work that was finished per second. The first items are often slow, so the later half of the time
+        counts; a half in which nothing was finished says nothing.
+        """
+        now = time.monotonic()
+        middle = (self._started + now) / 2
+        while len(self._finished) > 1 and self._finished[1][0] <= middle:
+            self._finished.popleft()
+        since, done = self._finished[0]
+        if done == self._done:
+            since, done = self._started, 0
+        return (self._done - done) / max(1e-9, now - since)
 
     def _print(self, line: str) -> None:
         self._printed = time.monotonic()

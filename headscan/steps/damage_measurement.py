@@ -9,14 +9,14 @@ Shapes: P prompts, L layers, K KV heads of the widest layer, C candidate units.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
 import torch
 
-from headscan.catalog import MassWidths
+from headscan.catalog import RECALL_FAMILIES, MassWidths
 from headscan.engine.prompt_losses import ALL_KEYS, PromptPool, Prompts, recall_prompts, refusal, text_prompts
 from headscan.errors import SequenceError
 from headscan.kv.kv_damage import candidates_of, kv_damages_by_sequence
@@ -277,6 +277,15 @@ class Measurement:
         """Return the loss increase of windows by task, in nats per scored token."""
         nats = self.nats(prompts, [ALL_KEYS, kept])
         return {task: np.diff(of_sets.mean(1)).item() for task, of_sets in nats.items()}
+
+    def held_out_changes(self, kept: KeptKeys) -> Iterator[tuple[str, np.ndarray, float | None]]:
+        """Yield each task with the loss increases (P,) of windows on its held-out prompts, and of a recall task the
+        share of the right answer tokens that are left; None if there were none.
+        """
+        for each in self.held_out:
+            nats, greedy = self._losses(each, [ALL_KEYS, kept])
+            before, after = greedy.sum(1).tolist()
+            yield each.task, nats[1] - nats[0], after / before if before and each.task in RECALL_FAMILIES else None
 
     def _losses(
         self, prompts: Prompts, sets: Sequence[KeptKeys], base: KeptKeys = ALL_KEYS

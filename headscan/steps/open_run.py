@@ -13,6 +13,7 @@ from headscan.errors import StoreError
 from headscan.options import LOCK_TIMEOUT, LONGEST_WAIT, Limits, check_limits
 from headscan.plans import PlanError
 from headscan.runs.model_identity import ModelIdentity, identify
+from headscan.runs.progress import at_work
 from headscan.runs.run_context import ModelContext, ModelOpener, Run
 from headscan.store.parquet_store import store_at
 from headscan.text_tables import say
@@ -89,7 +90,8 @@ def open_run(step: Step[Any], store: str | Path | None, options: JobOptions) -> 
         for name, given in (("resume_anyway", checked.resume_anyway), ("lock_timeout", "lock_timeout" in options)):
             if given:
                 raise PlanError(f"`{name}` has no effect without a store: leave it out")
-    identity = checked.identity or identify(step.model, need_tokenizer=step.needs_tokenizer)
+    with at_work(f"reading the files of {step.model.source}"):
+        identity = checked.identity or identify(step.model, need_tokenizer=step.needs_tokenizer)
     opener = ModelOpener(
         step.model,
         step.longest(identity),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Unpack
@@ -38,22 +38,23 @@ _MEASURED = "--method measured"
 class Plan(Step["HeadPlan"]):
     """write head_plan.json: which KV heads keep the whole cache, and which only a window
 
-        headscan plan --store s.duckdb --window-share 0.5
-        headscan plan MODEL --method measured --corpus texts/ --max-loss 0.01
-        headscan plan --method retrieval_score --kv-bytes 2GiB --at 32768
-        headscan plan --method imported --pattern pattern/
-        headscan plan MODEL --method measured --corpus texts/ --unit layer --sink 0
-        headscan plan --store s.duckdb --window-share 0.5 --block 16 --chunk 512
+        headscan plan MODEL --corpus texts/
+        headscan plan MODEL --corpus texts/ --max-loss 0.01
+        headscan plan MODEL --corpus texts/ --unit layer --sink 0
+        headscan plan MODEL --corpus texts/ --window-share 0.5 --block 16 --chunk 512
+        headscan plan --method retrieval_score --kv-bytes 2GiB --at 32768 --store s.duckdb
+        headscan plan --method imported --pattern pattern/ --store s.duckdb
 
     Method measured needs the model and no scan: it measures how much loss a window on each KV head or layer adds, and
-    keeps it in the store, so that the same command resumes. `headscan export` writes the plan for KV-cache tools, and a
-    plan by layer for serving engines.
+    keeps it in the store, so that the same command resumes. The other methods read a scan or a probe in the store and
+    measure no loss. `headscan export` writes the plan for KV-cache tools, and a plan by layer for serving engines.
 
     Attributes:
         model: Model of method measured; None for the other methods.
         corpus: Ordinary text of method measured.
         sink: First tokens of a window.
-        recent: Widths of recent tokens; each KV head gets the narrowest that costs hardly more than the widest.
+        recent: Widths of recent tokens; each KV head gets the narrowest that costs hardly more than the widest. Empty
+            uses 256, and at most a quarter of a text with method measured, so that windows of short texts are measured.
         gates: Values of the gates of `kv_damages_by_sequence`.
         block: Tokens of a block of the serving engine, as in a `HeadPlan`; windows are measured in whole blocks. None
             keeps single tokens.
@@ -81,7 +82,7 @@ class Plan(Step["HeadPlan"]):
             needs=_OF_STORE,
         ),
     ] = None
-    method: Annotated[Method, Option("method that orders the KV heads")] = "distant_mass"
+    method: Annotated[Method, Option("method that orders the KV heads")] = "measured"
     unit: Annotated[
         Literal["head", "layer"],
         Option("what gets a window as a whole: one KV head, or all KV heads of a layer, as serving engines hold them"),
@@ -122,7 +123,8 @@ class Plan(Step["HeadPlan"]):
         tuple[int, ...],
         Option(
             "number of last tokens that a window head keeps; of comma-separated widths, method measured chooses one "
-            f"for each head (default: {DEFAULT_RECENT}, or the pattern's)",
+            f"for each head (default: {DEFAULT_RECENT}, and at most a quarter of --max-tokens with method measured; or "
+            "the pattern's)",
             least=1,
         ),
     ] = ()
@@ -198,18 +200,24 @@ class Plan(Step["HeadPlan"]):
         check_limits(self, PlanError)
         check_chunk(self.chunk, self.block)
         measured = self.method == "measured"
-        if measured != (self.model is not None):
-            raise PlanError("`method` measured and `model` go together: give both or neither")
-        if measured and self.corpus is None and self.model is not None and self.model.is_demo:
+        if (self.method == "imported") != (self.pattern is not None):
+            raise PlanError("`method` imported and `pattern` go together: give both or neither")
+        if measured and self.model is None:
+            raise PlanError(
+                "`method=measured` needs a model, and texts as `corpus`. Give both, or choose `method` distant_mass,"
+                " whose scores are those of a scan in the store"
+            )
+        if measured and self.corpus is None and self.model is not None:
+            if not self.model.is_demo:
+                raise PlanError("`method=measured` measures windows on texts. Name them as `corpus`")
             object.__setattr__(self, "corpus", CorpusSpec(DEMO_CORPUS))
-        if measured != (self.corpus is not None):
-            raise PlanError("`method` measured and `corpus` go together: give both or neither")
+        for name in ("model", "corpus"):
+            if not measured and getattr(self, name) is not None:
+                raise PlanError(f"`{name}` has no effect with `method={self.method}`: leave it out")
         if not measured and len(self.recent) > 1:
             raise PlanError("`recent` with several widths needs `method` measured: give one width")
         if (self.kv_bytes is None) != (self.at is None):
             raise PlanError("`kv_bytes` and `at` go together: give bytes and the length at which they count")
-        if (self.method == "imported") != (self.pattern is not None):
-            raise PlanError("`method` imported and `pattern` go together: give both or neither")
         if not self.gates:
             raise PlanError("`gates` is empty (limit 1 value). Set `gates`")
 
@@ -218,6 +226,12 @@ class Plan(Step["HeadPlan"]):
         """Windows of method measured, narrowest first."""
         sink = DEFAULT_SINK if self.sink is None else self.sink
         return tuple(Window(sink, recent, self.block or 1) for recent in sorted(set(self.recent or (DEFAULT_RECENT,))))
+
+    def with_widths(self, identity: ModelIdentity) -> Plan:
+        """Return the settings with the width of method measured, if none is given, for the lengths of a model."""
+        if self.recent:
+            return self
+        return replace(self, recent=(min(DEFAULT_RECENT, max(1, self.longest(identity) // 4)),))
 
     @property
     def granularity(self) -> Literal["kv_head", "layer"]:
@@ -301,5 +315,18 @@ class Plan(Step["HeadPlan"]):
 
     def shown(self, result: HeadPlan, store: Store) -> Result:
         facts = {"file": str(self.out), "model": result.model.name, "budget": result.budget, "notes": result.notes}
+        lines = result.summary()
+        if result.method != "measured":
+            from headscan.plans import METHOD_SHOWS
+            from headscan.report.answers import Commands
+
+            (run,) = [each for each in store.runs() if each["run_id"] == getattr(result.calibration, "run_id", None)]
+            command = Commands.of(run, store.path, self.out).evaluate_plan
+            shows = METHOD_SHOWS[result.method]
+            lines += [
+                f"not a measured loss: method {result.method} shows {shows}. The command that judges the plan:",
+                f"  {command}",
+            ]
+            facts["judge_command"] = command
         rows = loads(result.to_json())["heads"]
-        return Result(rows, lambda: "\n".join([*result.summary(), f"written to {self.out}"]), facts)
+        return Result(rows, lambda: "\n".join([*lines, f"written to {self.out}"]), facts)

@@ -12,6 +12,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from math import inf, sqrt
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +38,8 @@ from headscan.runs.code_version import code_version
 from headscan.runs.run_context import ModelContext
 from headscan.steps.damage_measurement import Measurement, read_prompts
 from headscan.steps.plan import Plan
+from headscan.store.verdict_limits import MIN_RETAINED, TAIL
+from headscan.verdicts.paired import Interval, t_quantile
 from headscan.windows import KeptKeys, KvHead, Window
 
 #: Heads are flipped, and exchanges tried, on one in so many prompts of a task.
@@ -53,7 +57,7 @@ def measured_plans(config: Plan, model: ModelContext, budgets: Sequence[BudgetRe
     """Make a plan for each budget from one measurement; see `run_plan`. A `Run` keeps what is measured in its
     store, so that the same call resumes, and another budget measures only what it needs in addition.
     """
-    corpus = config.corpus
+    config, corpus = config.with_widths(model.identity), config.corpus
     assert corpus is not None
     prompts = read_prompts(config, model.identity)
     facts = {"batch_tokens": model.batch_tokens, "prompts": [(each.name, hash_of(each.requests)) for each in prompts]}
@@ -214,10 +218,18 @@ def _calibration(measurement: Measurement) -> DamageCalibration:
 def _with_loss(measurement: Measurement, plan: HeadPlan, budget: BudgetRequest | LossLimit) -> HeadPlan:
     kept = plan.kept
     increases: dict[str, float] = {each.task: 0.0 for each in measurement.held_out}
-    if kept.windows:
-        increases = measurement.increases(measurement.held_out, kept)
-    listed = ", ".join(f"{value:+.4f} on {task}" for task, value in increases.items())
-    note = f"loss with the plan's windows, on held-out prompts: {listed} nats per token"
+    intervals: dict[str, list[float]] = {}
+    left: dict[str, float] = {}
+    for task, changes, answers_left in measurement.held_out_changes(kept) if kept.windows else ():
+        mean = increases[task] = float(changes.mean())
+        if len(changes) > 1:
+            reach = t_quantile(TAIL, len(changes) - 1) * float(changes.std(ddof=1)) / sqrt(len(changes))
+            intervals[task] = [mean - reach, mean + reach]
+        if answers_left is not None:
+            left[task] = answers_left
+    measured = {"loss_increase": increases, "interval": intervals, "answers_left": left}
+    words = ", ".join(_loss_words(measured, task) for task in increases)
+    note = f"loss with the plan's windows, on held-out prompts, in nats per token: {words}"
     if isinstance(budget, LossLimit) and not budget.allows(increases):
         note += f"; this exceeds the limit of {budget.max_loss:g}, which holds on the prompts that rank the heads"
     unknown = [family for family in RECALL_FAMILIES if family not in increases]
@@ -230,8 +242,39 @@ def _with_loss(measurement: Measurement, plan: HeadPlan, budget: BudgetRequest |
             "mode": "forward",
             "recall_unknown": unknown,
             "held_out": [{"name": each.name, "prompts": len(each.requests)} for each in measurement.held_out],
-            "loss_increase": increases,
+            **measured,
             "max_loss": budget.max_loss if isinstance(budget, LossLimit) else None,
         },
         notes=(note, *plan.notes),
     )
+
+
+def _loss_words(measured: Mapping[str, Any], task: str) -> str:
+    """Return the loss on the held-out prompts of a task in words."""
+    low, high = measured["interval"].get(task, (-inf, inf))
+    words = f"{task} {Interval(low, measured['loss_increase'][task], high).words(4)}"
+    left = measured["answers_left"].get(task)
+    return words if left is None else f"{words} with {left:.0%} of the right answer tokens left"
+
+
+def own_loss(plan: HeadPlan) -> str:
+    """Return the loss of a measured plan on its own held-out prompts in words."""
+    measured = plan.validation or {}
+    return ", ".join(_loss_words(measured, task) for task in measured.get("loss_increase", ()))
+
+
+def shown_loss(plan: HeadPlan, max_loss: float) -> str:
+    """Return what a measured plan is shown to lose on its own held-out prompts, which no choice of the plan has read,
+    in words; empty if nothing.
+
+    The 95 % interval of the loss of text lies above ``max_loss`` nats per token, or that of a recall task lies above 0
+    and fewer than 90 % of the right answer tokens are left. Without an interval the mean counts.
+    """
+    found, measured = [], plan.validation or {}
+    for task, increase in measured.get("loss_increase", {}).items():
+        low, _ = measured["interval"].get(task, (increase, increase))
+        left = measured["answers_left"].get(task, 1.0)
+        lost = low > max_loss if task == "text" else low > 0 and 100 * left < MIN_RETAINED
+        if lost:
+            found.append(_loss_words(measured, task))
+    return ", ".join(found)

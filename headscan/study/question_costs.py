@@ -9,6 +9,7 @@ from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
+from headscan.runs.progress import at_work
 from headscan.runs.run_context import Run
 from headscan.settings.evaluation_settings import RecallError, RecallQuestions, TaskConfig
 from headscan.steps.evaluate import Evaluate
@@ -53,7 +54,9 @@ def question_costs(config: Study, run: Run, texts: StudyTexts) -> QuestionCosts:
         tokens = sample.tokens_to_read() / max(1, sampled)
         if config.tasks.names:
             others = [file.read_text(encoding="utf-8") for file in texts.other_files]
-            run.say(Tasks(config.tasks).overlap(others, "the texts that measure or choose"))
+            with at_work("text that tasks share"):
+                shared = Tasks(config.tasks).overlap(others, "the texts that measure or choose")
+            run.say(shared)
     available = sum(of_task.values()) if config.tasks.names else made
     if not available:
         raise StudyError("the tasks have no question with a right answer, so they cannot judge. Choose other `tasks`")

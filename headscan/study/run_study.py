@@ -20,7 +20,7 @@ from headscan.measure.probe_settings import BehaviourProbe
 from headscan.plans import HeadPlan, WindowShare, load_plan
 from headscan.report.write_report import write_report
 from headscan.runs.head_orders import head_order, run_kind
-from headscan.runs.progress import time_text
+from headscan.runs.progress import at_work
 from headscan.runs.run_context import Run
 from headscan.settings.corpus_settings import SHORTEST
 from headscan.settings.evaluation_settings import RecallQuestions, TaskConfig
@@ -33,13 +33,14 @@ from headscan.steps.prune.prune_step import Prune
 from headscan.steps.prune.pruned_arms import BuiltModel
 from headscan.steps.prune.work_folder import delivered_model
 from headscan.steps.run_evaluation import Purpose, run_evaluation
-from headscan.steps.run_plan import measured_plans
+from headscan.steps.run_plan import measured_plans, own_loss, shown_loss
 from headscan.steps.scan import Scan
 from headscan.store.output_files import write_text
 from headscan.store.verdict_limits import MIN_DOCUMENTS, MIN_TEXTS_IN_LIMIT
 from headscan.study.question_costs import QuestionCosts, limits_per_task, question_costs, repair_texts
-from headscan.study.study_answer import Saving, SavingKind, StudyAnswer
+from headscan.study.study_answer import CACHED, Saving, SavingKind, StudyAnswer
 from headscan.study.study_candidates import Candidates, ablations, best_criterion, caches, mask_arms, removals
+from headscan.study.study_clock import StudyClock
 from headscan.study.study_engines import for_engine, kv_counts, plan_block, recent_tokens, removed_shares
 from headscan.study.study_step import FEWEST_STUDY_TEXTS, LONGEST_STUDY_TEXT, Study, StudyError, resumed, write_study
 from headscan.study.study_texts import StudyTexts, document_of, split_texts
@@ -59,7 +60,9 @@ def run_study(config: Study, run: Run) -> StudyAnswer:
     """Find the largest safe shares, and write the answers, the files and the report into a folder, which has the store
     of ``run``. Its model is held whole in this process.
     """
-    return _Study.begin(config, run).answer()
+    study = _Study.begin(config, run)
+    with study.clock.running():
+        return study.answer()
 
 
 def planned_study(config: Study, run: Run) -> StudyAnswer:
@@ -103,7 +106,8 @@ def _decisions(config: Study, run: Run, texts: StudyTexts) -> tuple[Study, Quest
     config = for_engine(config, run)
     assert config.max_tokens is not None
     timed = TimedPass(max(1, min(4, 2048 // config.max_tokens)), config.max_tokens)
-    speed: float = run.pool.one(time_pass, timed)
+    with at_work("timed pass"):
+        speed: float = run.pool.one(time_pass, timed)
     costs = question_costs(config, run, texts)
     return decided(config, speed, costs, run.say), costs, speed
 
@@ -126,12 +130,12 @@ class _Study:
     run: Run
     texts: StudyTexts
     tokens: int
-    started: float
+    clock: StudyClock
 
     @classmethod
     def begin(cls, config: Study, run: Run) -> _Study:
         """Split the texts, time a pass and decide what the settings leave open."""
-        started = time.monotonic()
+        clock = StudyClock(Path(config.out))
         record = Path(config.out) / "study.yaml"
         known = resumed(record, config)
         settings, model = known or config, Path(config.out) / "model.json"
@@ -140,7 +144,8 @@ class _Study:
         texts = split_texts(settings.texts, Path(config.out) / "texts", settings.judge, run.say)
         tokens = _tokens(config, run)
         if known is None:
-            known, _, _ = _decisions(replace(config, max_tokens=tokens), run, texts)
+            known, costs, speed = _decisions(replace(config, max_tokens=tokens), run, texts)
+            clock.set_plan(study_seconds(known, costs, speed))
             write_text(model, json.dumps(run.identity.fingerprint()))
             write_study(record, known)
         else:
@@ -148,12 +153,14 @@ class _Study:
                 f"{record}: resuming with {known.questions:,} questions and"
                 f" {known.recall_questions} of each recall task"
             )
+            for line in clock.left(known.hours):
+                run.say(line)
         if (blocks := len(texts.judged_files)) < MIN_TEXTS_IN_LIMIT:
             run.say(
                 f"the texts that judge are of {blocks} documents or blocks of 20,000 characters (limit"
                 f" {MIN_TEXTS_IN_LIMIT}): no share can be shown to be safe. Give more text"
             )
-        return cls(known, run, texts, tokens, started)
+        return cls(known, run, texts, tokens, clock)
 
     # The steps.
 
@@ -164,7 +171,8 @@ class _Study:
         loss_run, losses = self._losses([arm for each in candidates for arm in each.arms])
         run_id, judged, more = self._judged(candidates, loss_run, losses)
         savings = tuple(each.saving_of(judged[each.kind]) for each in candidates)
-        report = self._report(scan_run, run_id, savings)
+        with at_work("report"):
+            report = self._report(scan_run, run_id, savings)
         grid = self.run.facts.grid
         answer = StudyAnswer(
             model=self.run.identity.name,
@@ -181,7 +189,7 @@ class _Study:
             more_questions=self._looks[-1].questions if more else 0,
             report=str(report),
             store=str(self.run.store.path),
-            seconds=time.monotonic() - self.started,
+            seconds=self.clock.seconds,
             engine=self.config.engine or "transformers",
         )
         answer.save(Path(self.config.out) / "answers.json")
@@ -223,13 +231,12 @@ class _Study:
             masks, criterion = self._masks()
             found.append(ablations(masks, criterion, config, self.run))
         if config.window_shares and self._has_time("the plans"):
-            found.append(caches(self._plans(), self.tokens, self._plan_file, config, self.run))
+            tried = tuple(str(self._tried_plan(share)) for share in config.window_shares)
+            found.append(caches(self._plans(), self.tokens, self._plan_file, tried, config, self.run))
         if config.prune_shares and self._has_time("the pruned models"):
             found.append(removals(self._pruned(criterion), config, self.run))
         if not found:
-            raise StudyError(
-                f"`hours={config.hours:g}` were used up before anything could be tried. Run the same command again"
-            )
+            raise StudyError(f"`hours={config.hours:g}` were used up before anything could be tried. Raise `hours`")
         return found
 
     def _masks(self) -> tuple[list[Arm], str]:
@@ -243,12 +250,13 @@ class _Study:
         recall_plan = self._recall(config.recall_prompts, seed=1)
         choosing = Evaluate(config.model, recall=recall_plan, text=text)
         run_id = run_evaluation(choosing, self.run, [BASELINE, *(arm for of_one in arms.values() for arm in of_one)])
-        best = best_criterion(self.run, run_id, arms, config.max_loss)
+        with at_work("choice of the criterion"):
+            best = best_criterion(self.run, run_id, arms, config.max_loss)
         return arms[best], best
 
     def _plans(self) -> list[HeadPlan]:
         """Return the plans, smallest share first, and save them."""
-        config, folder = self.config, Path(self.config.out) / "plans"
+        config = self.config
         self._begin_step("4. plans: which KV heads need the whole cache")
         measuring = Plan(
             config.model,
@@ -263,9 +271,11 @@ class _Study:
         )
         shares = config.window_shares or ()
         plans = measured_plans(measuring, self.run, [WindowShare(share) for share in shares])
-        folder.mkdir(exist_ok=True)
         for share, plan in zip(shares, plans, strict=True):
-            plan.save(folder / f"{share:g}.json")
+            plan.save(self._tried_plan(share))
+            lost = shown_loss(plan, config.max_loss)
+            stops = f". It loses {lost}, so no questions are asked" if lost else ""
+            self.run.say(f"plan of {share:.3g}, on its own held-out prompts: {own_loss(plan)} nats per token{stops}")
         return plans
 
     def _pruned(self, criterion: str) -> list[BuiltModel]:
@@ -312,6 +322,7 @@ class _Study:
         self._begin_step("7. questions, from small to large shares; the first failure ends each kind")
         judged: dict[SavingKind, list[ShareVerdict]] = {}
         tried = {each.kind: each for each in candidates}
+        stopped = {name: why for each in candidates for name, why in each.saving.stopped.items()}
         number, look, run_id = dict.fromkeys(tried, 0), dict.fromkeys(tried, 1), ""
         while number:
             # The arms of one round share the work of the baseline.
@@ -320,16 +331,18 @@ class _Study:
             here = looks[first - 1]
             of_first_hours = here.questions <= (config.questions or 0)
             certain = not judged or (of_first_hours and any(number[kind] == 0 for kind in kinds))
-            if not certain and not self._has_time("further questions"):
+            arms = [tried[kind].arms[number[kind]] for kind in kinds]
+            asking = f"look {first} of {', '.join(arm.name for arm in arms)}"
+            if not certain and not self._has_time("further questions", asking):
                 return run_id, judged, True
-            asked = [tried[kind].arms[number[kind]] for kind in kinds]
-            asked = [arm for arm in asked if not exceeds(losses[arm.name], config.max_loss)]
-            run_id = self._ask(first, [BASELINE, *asked], loss_run)
-            verdict = judge(self.run.store, run_id, baseline_alone=True)
+            lost = {arm.name for arm in arms if exceeds(losses[arm.name], config.max_loss)} | stopped.keys()
+            run_id = self._ask(first, [BASELINE, *(arm for arm in arms if arm.name not in lost)], loss_run)
+            with at_work("verdicts"):
+                verdict = judge(self.run.store, run_id, baseline_alone=True)
             recall = f", {here.recall:,} of each recall task" * bool(here.recall)
             self.run.say(f"look {first} of {len(looks)}: {here.questions:,} questions{recall}")
             for kind in kinds:
-                judged[kind] = judge_shares(verdict, tried[kind].saving.tried, losses)
+                judged[kind] = judge_shares(verdict, tried[kind].saving.tried, losses, stopped)
                 last = judged[kind][-1]
                 if last.look is not None and goes_on(verdict.by_name[last.name], looks, config.questions or 0):
                     look[kind] = last.look + 1
@@ -365,7 +378,8 @@ class _Study:
         )
 
     def _report(self, scan_run: str, run_id: str, savings: Sequence[Saving]) -> Path:
-        plan = load_plan(self._plan_file) if self._plan_file.exists() else None
+        files = [Path(each.file or each.tried_file) for each in savings if each.kind == CACHED]
+        plan = load_plan(files[0]) if files else None
         finished = self._count("SELECT count(*) FROM arms WHERE run_id = ? AND status = 'finished'", run_id)
         return write_report(
             self.run.store,
@@ -373,20 +387,25 @@ class _Study:
             scan_run=scan_run,
             evaluate_run=run_id if finished > 1 else None,
             plan=plan,
-            plan_file=None if plan is None else self._plan_file,
+            plan_file=None if plan is None else files[0],
             answers=[saving.card() for saving in savings],
         )
 
     # What the steps share.
 
     def _begin_step(self, title: str) -> None:
-        self.run.say(f"\n{title} ({time_text(time.monotonic() - self.started)} so far)")
+        self.run.say(f"\n{title} ({self.clock.begin(title)})")
 
-    def _has_time(self, step: str) -> bool:
-        """Return False, and report that a step is left out, if the hours of this call are used up."""
-        if time.monotonic() - self.started <= 3600 * self.config.hours:
+    def _has_time(self, step: str, name: str = "") -> bool:
+        """Return False, and report that a step is left out, if the hours of all calls are used up. ``name`` is unique
+        where a step has several parts.
+        """
+        if self.clock.has_time(name or step, 3600 * self.config.hours):
             return True
-        self.run.say(f"the {self.config.hours:g} hours are used up; {step} are left out. The same command continues")
+        self.run.say(
+            f"the {self.config.hours:g} hours are used up; {step} are left out. The same command with more hours"
+            " continues"
+        )
         return False
 
     @property
@@ -406,6 +425,9 @@ class _Study:
     @property
     def _recall_tokens(self) -> int:
         return self.tokens - 1
+
+    def _tried_plan(self, share: float) -> Path:
+        return Path(self.config.out) / "plans" / f"{share:g}.json"
 
     @property
     def _plan_file(self) -> Path:

@@ -52,6 +52,10 @@ class Saving:
         length: Tokens at which the cache is counted; 0 if the share does not depend on them.
         file: File or folder of the largest safe share; empty without one.
         commands: Commands by engine that serve the file, or use it.
+        tried_file: File or folder of the first share that was judged, which is not safe; empty if one is safe, or if
+            the heads of the share have no file.
+        own_losses: Loss of each plan on its own held-out prompts, in words, by arm.
+        stopped: What plans lose there for which a study asks no questions, by arm.
     """
 
     kind: SavingKind
@@ -64,6 +68,9 @@ class Saving:
     length: int = 0
     file: str = ""
     commands: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    tried_file: str = ""
+    own_losses: Mapping[str, str] = field(default_factory=dict)
+    stopped: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def safe(self) -> ShareVerdict | None:
@@ -124,7 +131,9 @@ class Saving:
         if shown is not None and shown.label in (TOO_FEW_QUESTIONS, TOO_FEW_TEXTS, PROBABLY_LOSES):
             headline = shown.label.capitalize()
         following = self.next()
-        return ReportAnswer(question, headline, f"{following[0].upper()}{following[1:]}.{numbers}", "open", link)
+        tried = f" The file of the tried share, which is not safe: {self.tried_file}." * bool(self.tried_file)
+        detail = f"{following[0].upper()}{following[1:]}.{numbers}{tried}"
+        return ReportAnswer(question, headline, detail, "open", link)
 
     def _size(self, share: ShareVerdict) -> str:
         by = f" by {self.criterion}" if self.criterion else ""
@@ -152,7 +161,7 @@ class StudyAnswer:
         tokens: Length of the texts and of the recall questions.
         more_questions: Questions up to which the same command with more hours asks; 0 if it asks no more.
         losses: Increase of the held-out loss by arm, with intervals widened for the kinds of savings.
-        seconds: Time of this call.
+        seconds: Time of all calls.
         steps: Approximate seconds of each step, of a dry run alone; it has no savings.
         engine: Serving engine in whose form the savings are.
     """
@@ -190,7 +199,7 @@ class StudyAnswer:
                 "largest safe": each.answer(),
                 "saves": each.saves(),
                 "next larger share": each.next(),
-                "file": each.file,
+                "file": each.file or (each.tried_file and f"{each.tried_file} (tried, not safe)"),
             }
             for each in self.savings
         ]
@@ -206,12 +215,19 @@ class StudyAnswer:
         serving = [
             "\n".join([f"{each.file}:", *command_lines(each.commands)]) for each in self.savings if each.commands
         ]
+        own = [
+            f"{saving.kind.name} {100 * share:.3g}%, on the held-out prompts of its plan: {saving.own_losses[name]}"
+            for saving in self.savings
+            for name, share in saving.tried
+            if name in saving.own_losses
+        ]
         return "\n\n".join(
             [
                 head,
                 text_table(savings),
                 saves,
                 text_table(self._share_rows()),
+                *(["\n".join(own)] if own else []),
                 limits,
                 *self._more(),
                 *serving,
@@ -262,12 +278,14 @@ class StudyAnswer:
                         "expected": "" if expected is None else expected.interval.words(1),
                         "loss": self.losses[name].numbers(),
                         **{each.heading: recall.get(name, "") for name, each in RECALL_FAMILIES.items()},
-                        "verdict": self._outcome(verdict, name),
+                        "verdict": self._outcome(verdict, name, saving.stopped),
                     }
                 )
         return rows
 
-    def _outcome(self, verdict: ShareVerdict | None, name: str) -> str:
+    def _outcome(self, verdict: ShareVerdict | None, name: str, stopped: Mapping[str, str]) -> str:
         if verdict is not None:
             return verdict.label
-        return f"{Outcome.LOSES} (loss)" if exceeds(self.losses[name], self.max_loss) else "not asked"
+        if exceeds(self.losses[name], self.max_loss):
+            return f"{Outcome.LOSES} (loss)"
+        return f"{Outcome.LOSES} (held-out prompts)" if name in stopped else "not asked"

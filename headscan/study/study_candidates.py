@@ -14,6 +14,7 @@ from headscan.plans import HeadPlan, planned_bytes
 from headscan.runs.run_context import Run
 from headscan.steps.plan_arms import plan_arms
 from headscan.steps.prune.pruned_arms import BuiltModel, pruned_arm
+from headscan.steps.run_plan import own_loss, shown_loss
 from headscan.store.output_files import write_text
 from headscan.store.records import ArmKind
 from headscan.store.verdict_limits import MIN_RETAINED
@@ -33,22 +34,24 @@ class Candidates:
         saving: What is known of them before they are judged.
         write: Returns the file of one of them by its number; the largest safe one is asked for.
         serving: Returns the commands for that file.
+        tried: Files of all of them, if there are any before they are judged.
     """
 
     arms: list[Arm]
     saving: Saving
     write: Callable[[int], str]
     serving: Serving
+    tried: tuple[str, ...] = ()
 
     @property
     def kind(self) -> SavingKind:
         return self.saving.kind
 
     def saving_of(self, verdicts: Sequence[ShareVerdict]) -> Saving:
-        """Return the saving with its verdicts, and with the file of the largest safe share, if there is one."""
+        """Return the saving with its verdicts, and with the file of the largest safe share, or of the tried one."""
         saving = replace(self.saving, judged=tuple(verdicts))
         if saving.safe is None:
-            return saving
+            return replace(saving, tried_file=next(iter(self.tried), ""))
         file = self.write([arm.name for arm in self.arms].index(saving.safe.name))
         return replace(saving, file=file, commands=self.serving(file))
 
@@ -60,8 +63,12 @@ def ablations(masks: list[Arm], criterion: str, config: Study, run: Run) -> Cand
     return Candidates(masks, saving, lambda number: write_heads(masks[number], file), heads_commands(config, run))
 
 
-def caches(plans: Sequence[HeadPlan], tokens: int, file: Path, config: Study, run: Run) -> Candidates:
-    """Return candidates that keep less cache, which is counted at ``tokens`` tokens."""
+def caches(
+    plans: Sequence[HeadPlan], tokens: int, file: Path, tried: tuple[str, ...], config: Study, run: Run
+) -> Candidates:
+    """Return candidates that keep less cache, which is counted at ``tokens`` tokens. Those that are shown to lose on
+    the held-out prompts of their plans are not asked.
+    """
     arms = [plan_arms(plan, ("forward",), 0)[0] for plan in plans]
     layers = plans[0].model.layers
     saved = [1 - planned_bytes(plan, tokens) / plan.model.cache_bytes(tokens, plan.block) for plan in plans]
@@ -72,8 +79,12 @@ def caches(plans: Sequence[HeadPlan], tokens: int, file: Path, config: Study, ru
         units=sum(layer.num_key_value_heads for layer in layers),
         length=tokens,
         cache_saved={arm.name: share for arm, share in zip(arms, saved, strict=True)},
+        own_losses={arm.name: own_loss(plan) for arm, plan in zip(arms, plans, strict=True)},
+        stopped={
+            arm.name: why for arm, plan in zip(arms, plans, strict=True) if (why := shown_loss(plan, config.max_loss))
+        },
     )
-    return Candidates(arms, saving, lambda number: str(plans[number].save(file)), plan_commands(config, run))
+    return Candidates(arms, saving, lambda number: str(plans[number].save(file)), plan_commands(config, run), tried)
 
 
 def removals(built: Sequence[BuiltModel], config: Study, run: Run) -> Candidates:
@@ -93,7 +104,8 @@ def removals(built: Sequence[BuiltModel], config: Study, run: Run) -> Candidates
         cache_saved={name: cache for name, (cache, _) in saved.items() if cache is not None},
         weights_saved={name: weights for name, (_, weights) in saved.items()},
     )
-    return Candidates(arms, saving, lambda number: str(models[number].folder), model_commands(config))
+    folders = tuple(str(each.folder) for each in models)
+    return Candidates(arms, saving, lambda number: folders[number], model_commands(config), folders)
 
 
 def write_heads(arm: Arm, file: Path) -> str:

@@ -94,7 +94,7 @@ class Study(Step["StudyAnswer"]):
     corpus: Annotated[CorpusSpec | None, Group("corpus")] = None
     out: Annotated[str | Path, Option("output folder")] = "study"
     tasks: Annotated[TaskConfig, Group("tasks")] = field(default_factory=TaskConfig)
-    hours: Annotated[float, Option("time limit, in hours", above=0, most=1e6)] = 2.0
+    hours: Annotated[float, Option("time limit of all calls in a folder, in hours", above=0, most=1e6)] = 2.0
     max_tokens: Annotated[
         int | None, Option(f"longest text, in tokens (default: at most {LONGEST_STUDY_TEXT})", least=SHORTEST)
     ] = None
@@ -262,9 +262,13 @@ class Study(Step["StudyAnswer"]):
             return super(Study, replace(self, out=folder)).run(Path(folder) / "study.duckdb", **options)
 
     def execute(self, run: Run) -> StudyAnswer:
+        from headscan.steps.prune.work_folder import claimed
         from headscan.study.run_study import planned_study, run_study
 
-        return planned_study(self, run) if self.dry_run else run_study(self, run)
+        if self.dry_run:
+            return planned_study(self, run)
+        with claimed(Path(self.out), Path(self.out), StudyError):
+            return run_study(self, run)
 
     def shown(self, result: StudyAnswer, store: Store) -> Result:
         return Result([result.as_dict()], lambda: str(result), {"out": str(self.out)})
@@ -303,7 +307,7 @@ def write_study(path: Path, config: Study) -> None:
 
 def resumed(path: Path, config: Study) -> Study | None:
     """Return the settings that an earlier call with the same settings wrote, with its decisions; None without an
-    earlier call, StudyError for other settings. The hours are those of each call, and so are the places of model, texts
+    earlier call, StudyError for other settings. The hours are those of this call, and so are the places of model, texts
     and folder, whose contents the study compares.
     """
     if not path.exists():

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headscan.runs.model_identity import fingerprint
+from headscan.runs.progress import at_work
 from headscan.store.output_files import write_text
 from headscan.study.study_step import StudyError
 from headscan.texts import CorpusSpec, open_corpus
@@ -100,8 +101,9 @@ def split_texts(
     left out. ``judge`` None takes the texts that judge from the corpus; other texts that share as much with the corpus
     are refused. ``say`` receives the largest share that is left, and the numbers of moved blocks and of copies.
     """
-    documents = _documents(corpus)
-    judging = [] if judge is None else _documents(judge)
+    with at_work(f"reading {corpus.name}"):
+        documents = _documents(corpus)
+        judging = [] if judge is None else _documents(judge)
     content = fingerprint(
         {"split": _SPLIT, "corpus": [each.text for each in documents], "judge": [each.text for each in judging]}
     )
@@ -119,7 +121,8 @@ def split_texts(
         measuring = {part: share for part, share in _PARTS.items() if part != _JUDGE}
         parts = _assigned(documents, measuring, corpus)
         parts |= _assigned(judging, {_JUDGE: _PARTS[_JUDGE]}, judge, first=len(documents))
-    parts = _unshared(parts, corpus, judge, say)
+    with at_work("text that blocks share"):
+        parts = _unshared(parts, corpus, judge, say)
     # A folder of that name is complete, and a stopped run leaves none of its files in another part.
     unfinished = folder.with_name(f".{folder.name}-unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)

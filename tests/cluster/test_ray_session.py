@@ -57,6 +57,26 @@ def test_a_start_that_was_too_slow_is_tried_again() -> None:
     assert (ray.starts, ray.shutdowns) == (2, 1)
 
 
+def test_the_program_s_handler_of_sigterm_stays_and_the_default_is_ray_s_to_replace() -> None:
+    class Taking(FailingRay):
+        def init(self, **options: Any) -> SimpleNamespace:
+            signal.signal(signal.SIGTERM, rays)
+            return super().init(**options)
+
+    def own(*_: object) -> None: ...
+
+    def rays(*_: object) -> None: ...
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        for handler, kept in ((own, own), (signal.SIG_DFL, rays)):
+            signal.signal(signal.SIGTERM, handler)
+            start_local(Taking(), 1)
+            assert signal.getsignal(signal.SIGTERM) == kept
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize(
     ("folder", "free", "failure", "message", "starts"),
     [

@@ -79,7 +79,8 @@ class BuildJob:
 def build_models(lm: LoadedModel, job: BuildJob) -> list[BuiltModel]:
     """Pool task: build every wanted model and its controls, one after the other; those that are finished stay."""
     # Refuses models whose heads cannot be removed before anything is measured.
-    slice_heads(lm, all_units(lm.grid, "head")[0])
+    with at_work("checking that heads can be removed"):
+        slice_heads(lm, all_units(lm.grid, "head")[0])
     batch_tokens = pass_tokens(lm.device.type, job.batch_tokens)
     texts = calibration = job.texts.as_calibration(batch_tokens)
     if job.prompts:
@@ -271,7 +272,9 @@ class _Chooser:
 
         def measure() -> float:
             weights = repaired_weights(self._config.repair, self._lm, self._calibration, removed)
-            return Divergence(self._lm, self._texts.first(_LOSS_TOKENS), self._work).of(Edits(heads, weights))
+            divergence = Divergence(self._lm, self._texts.first(_LOSS_TOKENS), self._work)
+            with at_work("divergence of the smaller model"):
+                return divergence.of(Edits(heads, weights))
 
         key = ("divergence of a model within a loss limit", self._config.repair.words, heads)
         return float(self._work.known.measured(key, measure)[0])
@@ -301,7 +304,8 @@ class _Builder:
         if not model.is_control and self._held_out is not None:
             with at_work("held-out losses"):
                 changes = self._held_out.changes(Edits(removed, weights))
-        smaller = slice_heads(self._lm, removed, weights)
+        with at_work("removing heads"):
+            smaller = slice_heads(self._lm, removed, weights)
         with at_work("timing both models"):
             costs = compare_costs(self._lm, smaller, removed, None if model.is_control else config.timing)
         built = BuiltModel(
@@ -328,7 +332,8 @@ def repaired_weights(
 ) -> dict[str, Tensor]:
     """Return new weights by parameter name, with progress on the terminal."""
     if choice.name == "mean":
-        return mean_outputs(lm, calibration, removed)
+        with at_work("mean outputs of heads"):
+            return mean_outputs(lm, calibration, removed)
     layers = lm.grid.num_layers - min((layer for layer, _ in removed), default=0)
     with Progress("repairing", layers, "layer") as progress:
         weights = repair(lm, calibration, removed, RepairConfig(choice.targets), progress=lambda _: progress.update())

@@ -22,6 +22,7 @@ from headscan.ranking.head_roles import find_mask
 from headscan.runs.code_version import code_version
 from headscan.runs.head_orders import imported_heads, stored_orders
 from headscan.runs.model_identity import fingerprint
+from headscan.runs.progress import at_work
 from headscan.runs.run_context import Run
 from headscan.steps.prune.build_models import BuildJob, build_models, kept_damages
 from headscan.steps.prune.calibration_texts import CalibrationPrompts, CalibrationTexts, read_recall, read_texts
@@ -121,7 +122,11 @@ def _read_inputs(config: Prune, run: Run) -> _Inputs:
     if not config.skip_verdict:
         questions = Questions(config.tasks, config.recall, run.identity, held_out)
         if config.tasks.names:
-            run.say(questions.tasks.overlap(texts.decoded(run.identity.tokenizer), "the texts that choose and repair"))
+            with at_work("text that tasks share"):
+                shared = questions.tasks.overlap(
+                    texts.decoded(run.identity.tokenizer), "the texts that choose and repair"
+                )
+            run.say(shared)
     prompts, held_out_prompts = read_recall(config.recall_prompts, run, run.batch_tokens)
     return _Inputs(texts, held_out, prompts, held_out_prompts, questions)
 

@@ -19,7 +19,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from headscan.checkpoints.headers import weights_hash
-from headscan.errors import PruningError
+from headscan.errors import HeadscanError, PruningError
 from headscan.grid import Head
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.save_model import check_output_folder, check_reload, save_logits, save_pruned
@@ -116,7 +116,7 @@ def work_folder(
     reports. ``targets`` are ``out`` or folders in it.
     """
     path = _work(out)
-    with _claimed(path, out):
+    with claimed(path, out, PruningError):
         try:
             _prepare(path, out, targets, settings_hash)
         except BaseException:
@@ -145,17 +145,17 @@ def work_folder(
 
 
 @contextmanager
-def _claimed(path: Path, out: Path) -> Iterator[None]:
-    """Lock the folder in which ``out`` is built, for one process."""
+def claimed(path: Path, out: Path, error: type[HeadscanError]) -> Iterator[None]:
+    """Lock the folder in which ``out`` is built, for one process; raise ``error`` if another has it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = _lock(path).acquire()
     except Timeout as taken:
-        raise PruningError(
+        raise error(
             f"{out} is being built by another process (limit 1). Wait for it, or choose another folder"
         ) from taken
     except OSError as problem:
-        raise PruningError(f"{path} cannot be written: {problem.strerror}. Choose another folder") from problem
+        raise error(f"{path} cannot be written: {problem.strerror}. Choose another folder") from problem
     with lock:
         yield
 

@@ -187,7 +187,24 @@ def test_numbers_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_plan_export_and_report(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = tmp_path / "plan.json"
-    assert main(["plan", "--store", str(store), "--sink", "2", "--recent", "8", "--out", str(plan)]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                "--method",
+                "distant_mass",
+                "--store",
+                str(store),
+                "--sink",
+                "2",
+                "--recent",
+                "8",
+                "--out",
+                str(plan),
+            ]
+        )
+        == 0
+    )
     assert "3 of 6 KV heads" in capsys.readouterr().out
     assert main(["export", "duoattention", "--plan", str(plan), "--out", str(tmp_path / "duo")]) == 0
     rows = [line.split("\t") for line in (tmp_path / "duo" / "full_attention_heads.tsv").read_text().splitlines()]
@@ -248,7 +265,11 @@ def test_mistakes_are_one_line(
     fails(capsys, [*evaluate, "mmlu", "--score", "output_norm_ln", "--share", "1.5"], "1.5")
     fails(capsys, [*evaluate, "mmlu", "--score", "nonsense"], "nonsense")
     fails(capsys, ["export", "duoattention", "--plan", tmp_path / "none.json", "--out", tmp_path / "x"], "none.json")
-    fails(capsys, ["plan", "--store", store, "--recent", "4", "--out", tmp_path / "p.json"], "recent")
+    fails(
+        capsys,
+        ["plan", "--method", "distant_mass", "--store", store, "--recent", "4", "--out", tmp_path / "p.json"],
+        "recent",
+    )
 
 
 def test_a_store_that_is_none_or_newer_stays_as_it_was(

@@ -209,14 +209,7 @@ STATES = {
             "demo --import-heads f",
         )
     ],
-    "plan": [
-        "",
-        "--method random",
-        "--method imported --pattern p",
-        "demo --method measured",
-        "demo --method measured --corpus c",
-        "--method=measured --corpus=c",
-    ],
+    "plan": ["", "demo", "demo --corpus c", "--corpus=c", "--method=random", "--method=imported --pattern=p"],
     "export": [
         "gguf demo --out x",
         "layer-types demo --plan p --out x",

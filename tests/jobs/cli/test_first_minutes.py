@@ -38,7 +38,7 @@ def test_reading_verbs_name_their_scan(
 ) -> None:
     store, run_id = scan
     window = ["--sink", str(SINK), "--recent", str(RECENT), "--out", str(tmp_path / "p.json")]
-    for verb in (["rank", "--by", "entropy"], ["plan", *window]):
+    for verb in (["rank", "--by", "entropy"], ["plan", "--method", "distant_mass", *window]):
         assert main([*verb, "--store", str(store.path)]) == 0
         assert f"from scan {run_id} of " in capsys.readouterr().err, verb
     # No line about lengths that the model cannot read.
@@ -148,7 +148,7 @@ def test_a_report_s_commands_can_be_pasted(
     store = ["--store", "s.duckdb"]
     scanned = ["scan", str(folder), "--corpus", str(corpus_folder), "--max-tokens", "40", "--limit-sequences", "4"]
     assert main([*scanned, "--recent", "8", *store]) == 0
-    assert main(["plan", "--window-share", "0.5", "--recent", "8", "--out", "mine.json", *store]) == 0
+    assert main(["plan", "--method", "distant_mass", "--recent", "8", "--out", "mine.json", *store]) == 0
     pasted: set[str] = set()
     for plan in ([], ["--plan", "mine.json"]):
         assert main(["report", *plan, "--out", "r.html", *store]) == 0
@@ -164,7 +164,7 @@ def test_a_report_s_commands_can_be_pasted(
     assert main([*scanned, "--store", "short.duckdb"]) == 0
     assert main(["report", "--out", "r.html", "--store", "short.duckdb"]) == 0
     [plan] = [words for words in commands_of(Path("r.html")) if words[0] == "plan"]
-    assert plan[1:4] == [str(folder), "--method", "measured"]
+    assert plan[1:3] == [str(folder), "--corpus"]
     assert main([*plan, "--sequences", "4", "--recall-prompts", "0", "--no-confirm", "--max-tokens", "40"]) == 0, plan
 
 

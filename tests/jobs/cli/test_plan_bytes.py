@@ -93,7 +93,9 @@ def plan_of(family: str, folder: Path, corpus: Path) -> int:
     store = ["--store", str(folder / "s.duckdb")]
     on = ["--corpus", str(corpus), "--device", "cpu", "--sink", "2", "--recent", "8"]
     assert main(["scan", str(folder / "model"), *on, *store]) == 0
-    return main(["plan", *store, "--sink", "2", "--recent", "8", "--out", str(folder / "plan.json")])
+    return main(
+        ["plan", "--method", "distant_mass", *store, "--sink", "2", "--recent", "8", "--out", str(folder / "plan.json")]
+    )
 
 
 def test_plans_of_models_with_other_caches(tmp_path: Path, corpus_folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -26,14 +28,20 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def words_of(store: Path, out: Path | str, *words: object) -> list[str]:
+    """The words of a plan from a store; without a method, by the attention of the scan."""
+    method = [] if "--method" in words else ["--method", "distant_mass"]
+    return ["plan", "--store", str(store), "--out", str(out), *method, *map(str, words)]
+
+
 def plan(store: Path, out: Path, *words: object) -> HeadPlan:
-    assert main(["plan", "--store", str(store), "--out", str(out), *map(str, words)]) == 0
+    assert main(words_of(store, out, *words)) == 0
     return load_plan(out)
 
 
 def refused(capsys: pytest.CaptureFixture[str], store: Path, *words: object) -> str:
     capsys.readouterr()
-    assert main(["plan", "--store", str(store), "--out", "never.json", *map(str, words)]) == 2
+    assert main(words_of(store, "never.json", *words)) == 2
     assert not Path("never.json").exists()
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1
@@ -115,6 +123,43 @@ def test_options_that_do_not_go_together_are_refused(
     assert message in refused(capsys, store, *words).replace("`", "")
 
 
-def test_method_measured_accepts_a_store_and_has_texts_for_the_demo() -> None:
-    verb = read_command(["plan", "demo", "--method", "measured", "--store", "mine.duckdb"])
-    assert verb.step.corpus.name == DEMO_CORPUS
+def test_windows_are_measured_by_default_and_the_demo_has_texts() -> None:
+    verb = read_command(["plan", "demo", "--store", "mine.duckdb"])
+    assert (verb.step.method, verb.step.corpus.name) == ("measured", DEMO_CORPUS)
+    named = read_command(["plan", "MODEL", "--corpus", "texts/"])
+    assert (named.step.method, named.step.corpus.name, named.step.window_share) == ("measured", "texts/", None)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--method measured needs a model, and texts as --corpus. Give both, or choose --method distant_mass"),
+        (["--corpus", "texts/"], "--method measured needs a model"),
+        (["M"], "--method measured measures windows on texts. Name them as --corpus"),
+        (["--run", "3f"], "--run has no effect on --method measured (only on distant_mass, retrieval_score, imported"),
+        (["--pattern", "p"], "--method imported and --pattern go together"),
+        (["M", "--method", "random"], "MODEL has no effect on --method random (only on measured): leave it out"),
+        (["--method", "random", "--corpus", "texts/"], "--corpus has no effect on --method random"),
+    ],
+)
+def test_what_the_default_method_needs_is_named(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--out", "never.json", *words]) == 2
+    assert message in capsys.readouterr().err and not Path("never.json").exists()
+
+
+@pytest.mark.parametrize(("method", "shows"), [("distant_mass", "where heads attend"), ("random", "random numbers")])
+def test_a_plan_that_measured_no_loss_says_so_with_the_command_that_judges_it(
+    method: str, shows: str, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "p.json"
+    plan(store, out, *WIDTH, "--method", method)
+    *_, note, command, written = capsys.readouterr().out.splitlines()
+    assert note == f"not a measured loss: method {method} shows {shows}. The command that judges the plan:"
+    assert command.startswith("  headscan evaluate ") and written == f"written to {out}"
+    words = shlex.split(command)[1:]
+    assert words[-2:] == ["--store", str(store)] and words[words.index("--plan") + 1] == str(out)
+    assert read_command(words).step.arms.plans == (str(out),)
+    assert main([*words_of(store, out, *WIDTH, "--method", method), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["judge_command"] == command.strip()

@@ -103,8 +103,8 @@ def test_log_lines_and_progress_are_safe(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_paths_that_look_like_options_stay_in_messages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = f"{tmp_path}/of store=1.duckdb"
-    for verb in ("plan", "rank", "status"):
-        assert main([verb, "--store", path]) == 2
+    for words in (["plan", "--method", "random"], ["rank"], ["status"]):
+        assert main([*words, "--store", path]) == 2
         assert f"there is no store at {path}. " in capsys.readouterr().err
     Path(path).touch()
     assert main(["status", "--store", path]) == 2
@@ -137,12 +137,31 @@ def test_progress_has_a_rate_of_new_work_and_the_time_left() -> None:
     out = io.StringIO()
     with Progress("scan", 1, "shards", every=0.0, stream=out) as progress:
         progress.update(3)
-    assert ", 0.0 s left" in out.getvalue()
+    assert "scan: 3 of 1 shards, " in out.getvalue() and "/s, finishing\n" in out.getvalue()
     out = io.StringIO()
     with Progress("damage", 100, "prompts", every=0.0, stream=out) as progress:
         progress.count(90, is_new=False)
         progress.count(0, is_new=True)
     assert out.getvalue().splitlines()[0] == "damage: 90 of 100 prompts"
+
+
+def test_the_time_left_follows_the_latest_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first item took 60 s, the others 1 s each; and what is left is never 0 s."""
+    now, out = [0.0], io.StringIO()
+    monkeypatch.setattr("headscan.runs.progress.time.monotonic", lambda: now[0])
+    progress = Progress("answers", 190, "requests", every=1e-9, stream=out)
+    for seconds in (60.0, *[1.0] * 189):
+        now[0] += seconds
+        progress.update()
+    now[0] += 300
+    progress.update(0)
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "answers: 1 of 190 requests, 0.0167/s, 3 h 09 min left"
+    assert lines[59] == "answers: 60 of 190 requests, 0.504/s, 4 min left"
+    assert lines[60] == "answers: 61 of 190 requests, 1/s, 2 min left"
+    assert lines[188].endswith("189 of 190 requests, 1/s, 1.0 s left")
+    assert [line for line in lines if " 0.0 s left" in line] == []
+    assert lines[189].endswith(", finishing") and lines[190].endswith(", finishing")
 
 
 @pytest.mark.parametrize(

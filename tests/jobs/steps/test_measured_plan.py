@@ -10,11 +10,13 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 import headscan
 from headscan.catalog import RECALL_FAMILIES, MassWidths
@@ -34,7 +36,7 @@ from headscan.settings.evaluation_settings import RecallQuestions
 from headscan.settings.saving_settings import RecallPrompts
 from headscan.steps.damage_measurement import DamagePool, Measurement
 from headscan.steps.plan import Plan
-from headscan.steps.run_plan import run_plan
+from headscan.steps.run_plan import own_loss, run_plan, shown_loss
 from headscan.steps.scan import Scan
 from headscan.store.store import Store
 from headscan.texts import CorpusSpec, TokenConfig, open_corpus, sequences
@@ -137,7 +139,46 @@ def test_held_out_prompts_decide_nothing(context: ModelContext, pretend: Callabl
     plan = run_plan(config, context, LossLimit(1.0))
     assert plan.budget.window_heads == 8
     assert plan.validation is not None and plan.validation["loss_increase"] == {"text": 4.0}
-    assert "+4.0000 on text nats per token; this exceeds the limit of 1" in plan.notes[0]
+    assert "in nats per token: text +4.0000 [+4.0000, +4.0000]; this exceeds the limit of 1" in plan.notes[0]
+
+
+def test_the_held_out_loss_has_the_paired_interval_of_its_prompts(
+    context: ModelContext, pretend: Callable[[AddedLoss], None]
+) -> None:
+    config = replace(SMALL, recall_prompts=0, sequences=12, confirm=False)
+    held_out = text_prompts(CORPUS, context.identity, config.max_tokens or 0, config.sequences, 20).halves()[1].requests
+    pretend(lambda request: 0.01 * (sum(request.ids) % 11))
+    plan = run_plan(config, context, WindowShare(0.5))
+    assert plan.validation is not None and plan.validation["answers_left"] == {}
+    changes = [12 * 0.01 * (sum(request.ids) % 11) for request in held_out]
+    assert len({*changes}) > 2
+    expected = stats.t.interval(0.95, len(changes) - 1, loc=np.mean(changes), scale=stats.sem(changes))
+    assert plan.validation["interval"]["text"] == pytest.approx(expected)
+    assert own_loss(plan) in plan.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("increase", "interval", "left", "lost"),
+    [
+        ({"text": 0.2}, {"text": [0.06, 0.34]}, {}, True),
+        ({"text": 0.2}, {"text": [0.04, 0.36]}, {}, False),  # perhaps within the limit of 0.05
+        ({"text": 0.2}, {}, {}, True),  # one text has no interval
+        ({"text": 0.0, "copying": 0.76}, {"copying": [0.3, 1.2]}, {"copying": 0.71}, True),
+        ({"text": 0.0, "copying": 0.76}, {"copying": [-0.1, 1.6]}, {"copying": 0.71}, False),  # perhaps by chance
+        ({"text": 0.0, "copying": 0.76}, {"copying": [0.3, 1.2]}, {"copying": 0.9}, False),  # 90 % are recall enough
+        ({"text": 0.0, "copying": -0.1}, {"copying": [-0.3, -0.02]}, {"copying": 0.8}, False),
+        ({}, {}, {}, False),
+    ],
+)
+def test_a_plan_is_condemned_by_what_its_held_out_prompts_show(
+    increase: dict[str, float], interval: dict[str, list[float]], left: dict[str, float], lost: bool
+) -> None:
+    measured = {"loss_increase": increase, "interval": interval, "answers_left": left}
+    plan: Any = SimpleNamespace(validation=measured)
+    assert bool(shown_loss(plan, 0.05)) == lost
+    if lost and left:
+        assert shown_loss(plan, 0.05) == "copying +0.7600 [+0.3000, +1.2000] with 71% of the right answer tokens left"
+    assert shown_loss(SimpleNamespace(validation=None), 0.05) == ""  # type: ignore[arg-type]
 
 
 def test_each_recall_task_keeps_the_loss_limit(context: ModelContext, pretend: Callable[[AddedLoss], None]) -> None:
@@ -271,17 +312,23 @@ def test_the_command_writes_a_plan_and_keeps_the_damages(tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("plan --method measured --corpus x", "--method measured and MODEL go together"),
-        ("plan some/model --method measured", "--method measured and --corpus go together"),
-        ("plan --max-loss 0.1", "--max-loss has no effect on --method distant_mass (only on measured): leave it out"),
-        ("plan --sequences 64", "--sequences has no effect on --method distant_mass"),
+        ("plan --method measured --corpus x", "--method measured needs a model, and texts as --corpus"),
+        ("plan some/model --method measured", "--method measured measures windows on texts. Name them as --corpus"),
+        (
+            "plan --method distant_mass --max-loss 0.1",
+            "--max-loss has no effect on --method distant_mass (only on measured): leave it out",
+        ),
+        ("plan --method distant_mass --sequences 64", "--sequences has no effect on --method distant_mass"),
         ("plan --no-confirm --method retrieval_score", "--no-confirm has no effect on --method retrieval_score"),
-        ("plan --seed 0", "--seed has no effect on --method distant_mass (only on measured, random)"),
-        ("plan --dtype float32", "--dtype has no effect on --method distant_mass"),
+        (
+            "plan --method distant_mass --seed 0",
+            "--seed has no effect on --method distant_mass (only on measured, random)",
+        ),
+        ("plan --method distant_mass --dtype float32", "--dtype has no effect on --method distant_mass"),
         ("plan --device cpu --method random", "--device has no effect on --method random"),
         ("plan demo --method measured --corpus x --run abc", "--run has no effect on --method measured"),
         ("plan demo --method measured --corpus x --inverted", "--inverted has no effect on --method measured"),
-        ("plan --recent 16,64", "--recent with several widths"),
+        ("plan --method distant_mass --recent 16,64", "--recent with several widths"),
     ],
 )
 def test_options_that_do_not_go_together(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from html import escape
@@ -36,6 +37,7 @@ from headscan.study.question_costs import limits_per_task, question_costs
 from headscan.study.run_study import _Study, run_study
 from headscan.study.study_answer import ABLATED, CACHED, REMOVED, Saving, StudyAnswer
 from headscan.study.study_candidates import write_heads
+from headscan.study.study_clock import StudyClock
 from headscan.study.study_step import Study, StudyError, read_study, resumed, write_study
 from headscan.study.study_texts import _PARTS, document_of, split_texts
 from headscan.study.study_time import PassCosts, QuestionCosts, decided, study_seconds
@@ -136,6 +138,48 @@ def test_the_same_command_measures_nothing_again(found: tuple[Study, StudyAnswer
     assert any("resuming" in line for line in lines)
     assert again.savings == answer.savings and again.losses == answer.losses
     assert store.query("SELECT count(*) FROM answers")[0][0].as_py() == rows
+
+
+def test_a_plan_that_its_own_held_out_prompts_condemn_is_not_asked(
+    found: tuple[Study, StudyAnswer, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, answer, _ = found
+    out = tmp_path / "out"
+    shutil.copytree(config.out, out)
+    lost = "copying +0.7600 [+0.3000, +1.2000] with 71% of the right answer tokens left"
+    for module in ("run_study", "study_candidates"):
+        monkeypatch.setattr(f"headscan.study.{module}.shown_loss", lambda plan, max_loss: lost)
+    store, lines = Store(out / "study.duckdb"), list[str]()
+    rows = store.query("SELECT count(*) FROM answers")[0][0].as_py()
+    again = run(replace(config, out=out), lines)
+    assert store.query("SELECT count(*) FROM answers")[0][0].as_py() == rows
+    cache = next(saving for saving in again.savings if saving.kind == CACHED)
+    [verdict] = cache.judged
+    assert (verdict.outcome, verdict.label) == (Outcome.LOSES, "loses (held-out prompts)")
+    assert verdict.accuracy is None and verdict.why == f"{lost}, on the plan's own held-out prompts"
+    assert cache.next() == f"50% loses {verdict.why}"
+    assert f"It loses {lost}, so no questions are asked" in "\n".join(lines)
+    others = [saving.judged for saving in answer.savings if saving.kind != CACHED]
+    assert [saving.judged for saving in again.savings if saving.kind != CACHED] == others
+
+
+def test_the_plan_that_was_tried_is_kept_named_and_reported(found: tuple[Study, StudyAnswer, list[str]]) -> None:
+    config, answer, lines = found
+    cache = next(saving for saving in answer.savings if saving.kind == CACHED)
+    tried = Path(config.out) / "plans" / "0.5.json"
+    assert (cache.file, cache.tried_file) == ("", str(tried))
+    assert f"{tried} (tried, not safe)" in str(answer)
+    [(name, words)] = cache.own_losses.items()
+    assert words.startswith("text ") and "copying " in words and name == cache.tried[0][0]
+    assert f"KV cache 50%, on the held-out prompts of its plan: {words}" in str(answer)
+    assert any(line.startswith(f"plan of 0.5, on its own held-out prompts: {words}") for line in lines)
+    plan, report = load_plan(tried), (Path(config.out) / "report.html").read_text()
+    layer = plan.window_heads[0][0]
+    heads = ", ".join(str(head) for at, head in plan.window_heads if at == layer)
+    assert "The 12 KV heads that keep a window" in report and f"layer {layer}: {heads}" in report
+    assert f"The file of the tried share, which is not safe: {tried}" in report
+    removed = next(saving for saving in answer.savings if saving.kind == REMOVED)
+    assert Path(removed.tried_file).is_dir()
 
 
 def test_heads_that_recall_needs_are_important(found: tuple[Study, StudyAnswer, list[str]]) -> None:
@@ -551,7 +595,7 @@ def test_a_stop_right_after_the_pruning_loses_no_model(tmp_path: Path, monkeypat
     monkeypatch.setattr("headscan.steps.prune.build_models.repair", lambda *_, **__: {})
     monkeypatch.setattr(_Study, "_order", lambda study, criterion: [(1, 2), (0, 1), (2, 3), (0, 0), (1, 0)])
     with Run(SPEC, Store(tmp_path / "s.duckdb"), lambda spec: InProcessPool(spec, THREADS)) as study_run:
-        a_study = _Study(config, study_run, texts, 88, 0.0)
+        a_study = _Study(config, study_run, texts, 88, StudyClock(Path(config.out)))
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr("headscan.steps.prune.run_prune.run_prune", stopped)
             a_study._pruned("output_norm_ln")
