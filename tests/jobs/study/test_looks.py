@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -107,4 +108,4 @@ def test_every_reader_of_a_study_has_its_verdict(tmp_path: Path) -> None:
         arm = verdict.by_name[share.name]
         assert (arm.label, arm.why, arm.accuracy, arm.max_points) == (share.label, share.why, share.accuracy, 7.0)
         assert arm.value("loss") == answer.losses[share.name].interval
-        assert share.label in page
+        assert escape(arm.sentence()) in page

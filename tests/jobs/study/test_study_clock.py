@@ -41,13 +41,13 @@ def test_the_hours_of_earlier_calls_count_and_time_between_calls_does_not(tmp_pa
 def test_what_had_time_once_stays_part_of_the_study(tmp_path: Path, now: list[float]) -> None:
     """Or the same command would end with fewer savings than before."""
     first = StudyClock(tmp_path)
-    assert first.has_time("the plans", 100) and first.has_time("larger shares", 100)
+    assert first.has_time("the plans", 100) and first.has_time("look 2 of an arm", 100)
     now[0] += 200
-    assert not first.has_time("larger shares", 100)
+    assert not first.has_time("look 3 of an arm", 100)
     first.begin("7. questions")
     second = StudyClock(tmp_path)
-    assert second.has_time("the plans", 100) and second.has_time("larger shares", 100)
-    assert not second.has_time("larger shares", 100)
+    assert second.has_time("the plans", 100) and second.has_time("look 2 of an arm", 100)
+    assert not second.has_time("look 3 of an arm", 100)
     assert not second.has_time("the pruned models", 100)
     assert second.has_time("the pruned models", 1000)
 

@@ -155,7 +155,7 @@ def test_the_answer_says_what_is_saved_and_how_each_file_is_served(
         plan = replace(plan_of(headscan.load("demo"), {(0, 1), (3, 2)}, recent=20), block=32)
         found: list[Candidates] = [
             ablations(mask_arms("entropy", [(0, 1), (1, 2)], (0.5,)), "entropy", config, run),
-            caches([plan], 192, Path("my study/head_plan.json"), config, run),
+            caches([plan], 192, Path("my study/head_plan.json"), (), config, run),
             removals(models, config, run),
         ]
         savings = tuple(each.saving_of([verdict(*each.saving.tried[0])]) for each in found)
