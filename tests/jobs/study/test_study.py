@@ -126,6 +126,9 @@ def test_a_study_ends_with_answers_and_files(found: tuple[Study, StudyAnswer, li
         assert escape(arm.sentence()) in report
     plan = load_plan(out / "plans" / "0.5.json")
     assert len(plan.window_heads) == 12
+    # The default engine is vLLM, which has windows in blocks, and takes two of four KV groups of a layer at once.
+    assert (answer.engine, plan.block) == ("vllm", 32)
+    assert [share for _, share in answer.savings[2].tried] == [4 / 48]
     assert (out / "pruned" / "model.safetensors").is_file()
 
 
