@@ -180,7 +180,8 @@ class StudyAnswer:
         limits = limits_words(self.max_loss, self.max_points)
         limits += f". Intervals hold for all {len(self.savings)} savings together" * several
         own = [
-            f"{saving.kind.name} {100 * share:.3g}%, on the held-out prompts of its plan: {saving.own_losses[name]}"
+            f"{saving.kind.name} {100 * share:.3g}%, on the held-out prompts of its plan, in nats per token:"
+            f" {saving.own_losses[name]}"
             for saving in self.savings
             for name, share in saving.tried
             if name in saving.own_losses
