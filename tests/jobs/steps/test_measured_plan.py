@@ -295,6 +295,16 @@ def test_texts_shorter_than_the_window_are_refused(context: ModelContext) -> Non
         run_plan(replace(SMALL, recent=(256,)), context, WindowShare(0.5))
 
 
+@pytest.mark.parametrize(("tokens", "recent"), [(None, 128), (64, 16), (3, 1)])
+def test_the_usual_window_is_a_quarter_of_a_short_text(tokens: int | None, recent: int, context: ModelContext) -> None:
+    """256 tokens need texts of 1,024; the bundled model reads 512, so `headscan plan demo` measures 128."""
+    usual = replace(SMALL, recent=(), max_tokens=tokens)
+    assert usual.with_widths(context.identity).recent == (recent,)
+    longer = replace(context.identity, max_tokens=4096)
+    assert replace(usual, max_tokens=None).with_widths(longer).recent == (256,)
+    assert replace(usual, recent=(64, 16)).with_widths(longer).recent == (64, 16)
+
+
 def test_the_command_writes_a_plan_and_keeps_the_damages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, store = tmp_path / "plan.json", tmp_path / "s.duckdb"
     words = "plan demo --method measured --corpus python-stdlib-heldout --max-tokens 64 --sequences 2 --recent 16"
