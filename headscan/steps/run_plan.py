@@ -249,16 +249,16 @@ def _with_loss(measurement: Measurement, plan: HeadPlan, budget: BudgetRequest |
     )
 
 
-def _loss_words(measured: Mapping[str, Any], task: str) -> str:
-    """Return the loss on the held-out prompts of a task in words."""
+def _loss_words(measured: Mapping[str, Any], task: str, unit: str = "") -> str:
+    """Return the loss on the held-out prompts of a task in words, in nats per token."""
     low, high = measured["interval"].get(task, (-inf, inf))
-    words = f"{task} {Interval(low, measured['loss_increase'][task], high).words(4)}"
+    words = f"{task} {Interval(low, measured['loss_increase'][task], high).words(4, unit)}"
     left = measured["answers_left"].get(task)
     return words if left is None else f"{words} with {left:.0%} of the right answer tokens left"
 
 
 def own_loss(plan: HeadPlan) -> str:
-    """Return the loss of a measured plan on its own held-out prompts in words."""
+    """Return the loss of a measured plan on its own held-out prompts in words, in nats per token."""
     measured = plan.validation or {}
     return ", ".join(_loss_words(measured, task) for task in measured.get("loss_increase", ()))
 
@@ -276,5 +276,5 @@ def shown_loss(plan: HeadPlan, max_loss: float) -> str:
         left = measured["answers_left"].get(task, 1.0)
         lost = low > max_loss if task == "text" else low > 0 and 100 * left < MIN_RETAINED
         if lost:
-            found.append(_loss_words(measured, task))
+            found.append(_loss_words(measured, task, " nats per token"))
     return ", ".join(found)

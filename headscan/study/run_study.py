@@ -275,7 +275,8 @@ class _Study:
             plan.save(self._tried_plan(share))
             lost = shown_loss(plan, config.max_loss)
             stops = f". It loses {lost}, so no questions are asked" if lost else ""
-            self.run.say(f"plan of {share:.3g}, on its own held-out prompts: {own_loss(plan)} nats per token{stops}")
+            title = f"plan of {share:.3g}, on its own held-out prompts, in nats per token"
+            self.run.say(f"{title}: {own_loss(plan)}{stops}")
         return plans
 
     def _pruned(self, criterion: str) -> list[BuiltModel]:

@@ -216,7 +216,8 @@ class StudyAnswer:
             "\n".join([f"{each.file}:", *command_lines(each.commands)]) for each in self.savings if each.commands
         ]
         own = [
-            f"{saving.kind.name} {100 * share:.3g}%, on the held-out prompts of its plan: {saving.own_losses[name]}"
+            f"{saving.kind.name} {100 * share:.3g}%, on the held-out prompts of its plan, in nats per token:"
+            f" {saving.own_losses[name]}"
             for saving in self.savings
             for name, share in saving.tried
             if name in saving.own_losses

@@ -177,7 +177,8 @@ def test_a_plan_is_condemned_by_what_its_held_out_prompts_show(
     plan: Any = SimpleNamespace(validation=measured)
     assert bool(shown_loss(plan, 0.05)) == lost
     if lost and left:
-        assert shown_loss(plan, 0.05) == "copying +0.7600 [+0.3000, +1.2000] with 71% of the right answer tokens left"
+        words = "copying +0.7600 nats per token [+0.3000, +1.2000] with 71% of the right answer tokens left"
+        assert shown_loss(plan, 0.05) == words
     assert shown_loss(SimpleNamespace(validation=None), 0.05) == ""  # type: ignore[arg-type]
 
 
@@ -292,6 +293,16 @@ def test_settings_out_of_range_are_refused(changes: dict[str, object], words: st
 def test_texts_shorter_than_the_window_are_refused(context: ModelContext) -> None:
     with pytest.raises(HeadscanError, match=r"`max_tokens=72` \(at least 261"):
         run_plan(replace(SMALL, recent=(256,)), context, WindowShare(0.5))
+
+
+@pytest.mark.parametrize(("tokens", "recent"), [(None, 128), (64, 16), (3, 1)])
+def test_the_usual_window_is_a_quarter_of_a_short_text(tokens: int | None, recent: int, context: ModelContext) -> None:
+    """256 tokens need texts of 1,024; the bundled model reads 512, so `headscan plan demo` measures 128."""
+    usual = replace(SMALL, recent=(), max_tokens=tokens)
+    assert usual.with_widths(context.identity).recent == (recent,)
+    longer = replace(context.identity, max_tokens=4096)
+    assert replace(usual, max_tokens=None).with_widths(longer).recent == (256,)
+    assert replace(usual, recent=(64, 16)).with_widths(longer).recent == (64, 16)
 
 
 def test_the_command_writes_a_plan_and_keeps_the_damages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -174,8 +174,10 @@ def test_the_plan_that_was_tried_is_kept_named_and_reported(found: tuple[Study, 
     assert f"{tried} (tried, not safe)" in str(answer)
     [(name, words)] = cache.own_losses.items()
     assert words.startswith("text ") and "copying " in words and name == cache.tried[0][0]
-    assert f"KV cache 50%, on the held-out prompts of its plan: {words}" in str(answer)
-    assert any(line.startswith(f"plan of 0.5, on its own held-out prompts: {words}") for line in lines)
+    assert f"KV cache 50%, on the held-out prompts of its plan, in nats per token: {words}" in str(answer)
+    assert any(
+        line.startswith(f"plan of 0.5, on its own held-out prompts, in nats per token: {words}") for line in lines
+    )
     plan, report = load_plan(tried), (Path(config.out) / "report.html").read_text()
     layer = plan.window_heads[0][0]
     heads = ", ".join(str(head) for at, head in plan.window_heads if at == layer)

@@ -139,7 +139,7 @@ def test_cards_suggest_what_the_scan_shows(store: tuple[Store, str, str], tmp_pa
     assert f"--share {inactive / (LAYERS * HEADS):.2g} " in removed
     # The third layer has a sliding window, so its KV heads are no candidates; the window is that of the scan.
     assert "4 of 8 KV heads" in cache and f"beyond the first {SINK} and the last {RECENT} tokens" in cache
-    assert f"plan --window-share 0.5 --recent {RECENT} " in cache and "--plan head_plan.json" in cache
+    assert f"plan tiny --corpus CORPUS --recent {RECENT} " in cache and "--plan head_plan.json" in cache
 
 
 def test_every_kind_of_arms_has_a_colour() -> None:
@@ -153,7 +153,7 @@ def test_a_scan_of_short_texts_suggests_a_window_that_they_exceed(tmp_path: Path
     store, run_id = write_scan(tmp_path / "s.duckdb", grid, everything(LAYERS, HEADS, short), short)
     cache = answer_cards(write_report(store, tmp_path / "r.html", scan_run=run_id))["How much KV cache can go?"]
     assert f"at most {SINK + RECENT} tokens, so they show nothing beyond" in cache
-    assert "plan tiny --method measured --corpus CORPUS --recent 4 " in cache
+    assert "plan tiny --corpus CORPUS --recent 4 " in cache
 
 
 def answer_cards(path: Path) -> dict[str, str]:
