@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -183,6 +184,12 @@ class HeadPlan(PlanRecord):
                 counts[layer.layer], sliding[layer.layer] = layer.num_key_value_heads, layer.sliding_window
         windows = [(*place, window) for place, window in self.windows.items() if window is not None]
         return replace(KeptKeys.of(windows, counts), block=self.block or 1, sliding=sliding)
+
+    @property
+    def digest(self) -> str:
+        """Six hexadecimal digits, equal for equal windows."""
+        windows = [(layer, head, *window.key) for layer, head, window in self.kept.windows]
+        return hashlib.sha256(json.dumps((self.block, self.chunk, windows)).encode()).hexdigest()[:6]
 
     @property
     def window_heads(self) -> list[KvHead]:

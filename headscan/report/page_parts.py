@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import base64
 import gzip
-import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape, unescape
 from itertools import pairwise
@@ -116,11 +115,28 @@ def figure(plot: go.Figure, identity: str) -> str:
     )
 
 
-def one_line(value: Any) -> str:
-    """Return a decoded JSON value as unescaped text."""
+def shown_settings(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Return name and value of decoded JSON data in words, without empty values."""
+    for name, value in values.items():
+        if text := _in_words(value):
+            yield name.replace("_", " "), text
+
+
+def _in_words(value: Any) -> str:
+    """Return a decoded JSON value in words; empty for null and for collections without values."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{k}: {v if isinstance(v, str | int | float) else json.dumps(v)}" for k, v in value.items())
-    return value if isinstance(value, str) else json.dumps(value)
+        others = ", ".join(f"{name} {text}" for name, text in shown_settings(value) if name != "name")
+        return " ".join(filter(None, [value["name"], f"({others})" * bool(others)])) if value.get("name") else others
+    if isinstance(value, list | tuple):
+        nested = any(isinstance(each, Mapping | list | tuple) for each in value)
+        return ("; " if nested else ", ").join(filter(None, map(_in_words, value)))
+    return " ".join(str(value).split())
 
 
 _FOLDER = Path(__file__).parent / "templates"
@@ -206,11 +222,11 @@ def measured_section(run: Mapping[str, Any], row: Mapping[str, Any]) -> str:
             ("Model", run["model"] + (f" at {run['model_revision']}" if run["model_revision"] else "")),
             ("Heads", _grid_text(run)),
             ("Corpus", run["corpus"]),
-            ("Sequences", f"{row['sequences']:,} of {row['shortest'] or 0:,} to {row['longest'] or 0:,} tokens"),
+            ("Sequences", f"{row['sequences']:,} of {_span(row['shortest'] or 0, row['longest'] or 0)} tokens"),
             ("Tokens", f"{row['tokens']:,}"),
             ("Data type", run["dtype"]),
             ("Attention path", run["attention_path"]),
-            ("Sequence start", run["bos_policy"]),
+            ("BOS token", run["bos_policy"]),
             ("Date", date_text(run["started_at"])),
             ("Versions", ", ".join(versions) or None),
         ]
@@ -218,12 +234,17 @@ def measured_section(run: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     return section("What was measured", [measured], "measured")
 
 
+def _span(least: int, most: int) -> str:
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
 def _grid_text(run: Mapping[str, Any]) -> str:
     grid = [site for site in run["grid"] or () if site["site"] == "self"]
-    text = f"{_counted(run['num_layers'], 'layer')}, {_counted(run['num_heads'], 'query head')}"
+    heads = sorted({site["num_attention_heads"] for site in grid}) or [run["num_heads"]]
+    text = f"{_counted(run['num_layers'], 'layer')}, each with {' or '.join(map(str, heads))} query heads"
     kv_heads = sorted({site["num_key_value_heads"] for site in grid})
     if kv_heads:
-        text += f", {' or '.join(map(str, kv_heads))} KV heads"
+        text += f" and {' or '.join(map(str, kv_heads))} KV heads"
     if bounded := sum(site["sliding_window"] is not None for site in grid):
         text += f"; {_counted(bounded, 'layer')} with a sliding window"
     if 0 < len(grid) < run["num_layers"]:
@@ -261,14 +282,19 @@ def _run_facts(run: Mapping[str, Any]) -> str:
             ("Corpus hash", run["corpus_hash"]),
             ("Started", date_text(run["started_at"])),
             ("Ended", date_text(run["finished_at"])),
-            ("Options", one_line(run["config"]) if run["config"] else None),
-            ("Corpus report", one_line(run["report"]) if run["report"] else None),
+            ("Options", _listed(run["config"])),
+            ("Corpus report", _listed(run["report"])),
             ("headscan", run["code_version"]),
             ("Packages", packages or None),
             ("Device", run["provenance"][0].get("device")),
             ("Resumed with changes", "; ".join(resumed) or None),
         ]
     )
+
+
+def _listed(values: Mapping[str, Any] | None) -> str | None:
+    """Return stored values in words; None without any."""
+    return "; ".join(f"{name}: {text}" for name, text in shown_settings(values or {})) or None
 
 
 def _counted(count: int, noun: str) -> str:

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from headscan.errors import HeadscanError, unknown_name
 from headscan.plans import HeadPlan, check_model
 from headscan.report.ablation_costs import arms_section, criteria_section, site_section
-from headscan.report.answers import ReportAnswer, answers_of
+from headscan.report.answers import Commands, ReportAnswer, answers_of, missing_tables
 from headscan.report.head_data import HeadData, page_data, read_head_data
 from headscan.report.page_parts import (
     contents,
@@ -22,7 +22,7 @@ from headscan.report.page_parts import (
     rendered,
     stored_sequences,
 )
-from headscan.report.saving_costs import cache_section, pruning_section
+from headscan.report.saving_costs import cache_left, cache_section, pruning_section
 from headscan.report.sections import (
     RANKED_BY,
     agreement_parts,
@@ -38,10 +38,11 @@ from headscan.store.provenance import same_model
 from headscan.store.store import Store
 from headscan.store.verdict_limits import MARGIN, MAX_LOSS
 from headscan.store.views import SUMMARISED
+from headscan.verdicts.arm_verdict import loss_words
 from headscan.verdicts.confirmation import SweepChoice, judge_sweep
 from headscan.verdicts.curves import is_sweep, read_curves
 from headscan.verdicts.judge import Verdict, judge
-from headscan.verdicts.metrics import Increase
+from headscan.verdicts.metrics import Increase, exceeds
 
 
 class ReportError(HeadscanError):
@@ -60,7 +61,9 @@ class _Shown:
     choices: Sequence[SweepChoice]
     plan: HeadPlan | None
     plan_file: str | Path | None
-    answers: Sequence[ReportAnswer] = ()
+    answers: Sequence[ReportAnswer]
+    cache: tuple[int | None, Mapping[str, float]]
+    lost: Mapping[str, str]
 
 
 def write_report(
@@ -79,6 +82,7 @@ def write_report(
     losses: Mapping[str, Increase] | None = None,
     comparisons: int = 1,
     answers: Sequence[ReportAnswer] = (),
+    cache: tuple[int, Mapping[str, float]] | None = None,
 ) -> Path:
     """Write a report atomically, without changing the store; the page loads nothing from the network.
 
@@ -88,6 +92,8 @@ def write_report(
     ``scores`` (scores and statistics) first; all measured ones can be selected. ``confirm`` judges the best arms of a
     sweep on the questions that did not select them. `judge` explains ``max_loss``, ``max_points``, ``losses`` and
     ``comparisons``. ``answers``, those of a study, stand instead of what the page itself makes of the evaluation.
+    ``cache`` is a length in tokens with the share of the KV cache that each plan leaves at it, by arm; None takes the
+    length of the plans that is nearest to 32,768 tokens.
     """
     for name in scores:
         if name not in SUMMARISED:
@@ -120,7 +126,10 @@ def write_report(
     )
     if not data.sites:
         raise ReportError(f"run {run['run_id']} has no measured heads. Wait for its first shard, or scan again")
-    shown = _Shown(store, run, data, evaluation, verdict, _choices(store, verdict, confirm), plan, plan_file, answers)
+    choices = _choices(store, verdict, confirm)
+    cache = cache or cache_left(verdict)
+    lost = {name: loss_words(loss, max_loss) for name, loss in (losses or {}).items() if exceeds(loss, max_loss)}
+    shown = _Shown(store, run, data, evaluation, verdict, choices, plan, plan_file, answers, cache, lost)
     title = f"Attention heads of {run['model']}"
     with store.reading():
         first_site = data.sites[0]
@@ -158,7 +167,7 @@ def _opening(shown: _Shown, title: str, sections: Sequence[tuple[str, str]]) -> 
         warnings.append(f"This scan is {run['status']}: the numbers cover the {row['sequences']:,} stored sequences.")
     if shown.verdict is not None and shown.verdict.progress:
         warnings.append(f"{shown.verdict.progress}: the answers cover only these.")
-    evaluated = (shown.verdict, shown.choices, shown.plan, shown.plan_file)
+    evaluated = (shown.verdict, shown.choices, shown.cache, shown.plan, shown.plan_file)
     answers = answers_of(shown.store, run, shown.data, *evaluated, shown.answers)
     return rendered(
         "answers.html.j2",
@@ -188,6 +197,8 @@ def _shown_runs(shown: _Shown) -> Iterator[str]:
         )
     for group, of_group in shown.data.runs.items():
         yield f"{group}: run {of_group['run_id']}, the newest of this model."
+    if missing := missing_tables(shown.data, Commands.of(run, shown.store.path)):
+        yield f"Not on the map: {', '.join(f'{group.lower()} ({command})' for group, command in missing)}."
     yield "No plan (choose one with --plan)." if shown.plan is None else f"Plan by method {shown.plan.method}."
     if shown.data.compared is not None:
         yield f"Compared with scan {shown.data.compared['run_id']} (choose with --compare)."
@@ -198,7 +209,7 @@ def _evidence(shown: _Shown) -> list[str]:
     store, run, data = shown.store, shown.scan, shown.data
     sites = [site.heads.site for site in data.sites]
     evidence = [
-        inactive_heads_section(data.sites),
+        inactive_heads_section(data),
         looking_section(store, run["run_id"], sites),
         behaving_heads_section(data.sites, data.runs),
     ]
@@ -207,12 +218,12 @@ def _evidence(shown: _Shown) -> list[str]:
             arms_section(store, shown.evaluation, shown.verdict, shown.choices),
             criteria_section(store, shown.verdict),
             pruning_section(store, shown.evaluation, shown.verdict),
-            cache_section(shown.verdict),
+            cache_section(shown.verdict, *shown.cache),
         ]
     runs = {"Scan": run, "Evaluation": shown.evaluation, "Compared scan": data.compared, **data.runs}
     evidence += [
         site_section(store, run),
-        None if shown.plan is None else plan_section(shown.plan),
+        None if shown.plan is None else plan_section(shown.plan, shown.verdict, shown.cache[0], shown.lost),
         comparison_section(run, data),
         definitions_section(list(data.sites[0].spreads)),
         measured_section(run, stored_sequences(store, run["run_id"])),

@@ -340,6 +340,7 @@ class _Study:
             losses=losses,
             comparisons=self.config.kind_count,
             answers=[saving.card() for saving in savings],
+            cache=next((saving.cache_counted for saving in savings if saving.length), None),
         )
 
     # What the steps share.

@@ -62,6 +62,11 @@ class Saving:
     file: str = ""
 
     @property
+    def cache_counted(self) -> tuple[int, dict[str, float]]:
+        """The length at which the cache is counted, and the share of it that each arm leaves."""
+        return self.length, {name: 1 - saved for name, saved in self.cache_saved.items()}
+
+    @property
     def safe(self) -> ShareVerdict | None:
         """The largest safe share; None if none is shown to be safe."""
         return largest_safe(self.judged)

@@ -19,6 +19,7 @@ from headscan.store.output_files import write_text
 from headscan.store.records import ArmKind
 from headscan.store.verdict_limits import MIN_RETAINED
 from headscan.study.study_answer import ABLATED, CACHED, REMOVED, Saving, SavingKind
+from headscan.verdicts.curves import STUDY
 from headscan.verdicts.judge import judge
 from headscan.verdicts.ordered_shares import ShareVerdict, read_losses
 
@@ -97,7 +98,7 @@ def mask_arms(criterion: str, order: Sequence[tuple[int, int]], shares: Sequence
     arms = []
     for share in shares:
         name, heads = f"mask {criterion} {100 * share:g}% of study", HeadMask(order[: head_count(share, len(order))])
-        arms.append(Arm(name, ArmKind.MASK, heads, criterion, share, selection="study"))
+        arms.append(Arm(name, ArmKind.MASK, heads, criterion, share, selection=STUDY))
     return arms
 
 

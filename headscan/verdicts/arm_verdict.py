@@ -12,7 +12,7 @@ from typing import NamedTuple
 from headscan.errors import VerdictError
 from headscan.store.records import ArmKind, ArmRecord
 from headscan.store.tables import ACCURACY, BITS_PER_BYTE, LOSS
-from headscan.store.verdict_limits import MARGIN, MAX_LOSS, MIN_DOCUMENTS, MIN_RETAINED, points_words
+from headscan.store.verdict_limits import MARGIN, MAX_LOSS, MIN_DOCUMENTS, points_words
 from headscan.verdicts.controls import Controls, PrunedControls, loss_increase
 from headscan.verdicts.metrics import (
     RATES,
@@ -338,9 +338,12 @@ class ArmVerdict:
             [each for each in self.metrics if not (each.task in loss_tasks and each.metric in (LOSS, BITS_PER_BYTE))]
         )
 
-    def sentence(self) -> str:
-        """Return the verdict on the arm with its numbers."""
-        return f"{self.name}{_size(self.arm)}: {'. '.join(filter(None, _sentences(self)))}."
+    def sentence(self, *, name_missing_controls: bool = True) -> str:
+        """Return the verdict on the arm with its numbers. Intervals are of 95 %; recall left is the share of what the
+        model itself recalls beyond guessing.
+        """
+        said = filter(None, _sentences(self, name_missing_controls))
+        return f"{self.name}{_size(self.arm)}: {'. '.join(said)}."
 
 
 def _all_known(numbers: Iterable[int | None]) -> list[int]:
@@ -483,7 +486,7 @@ def _size(arm: ArmRecord) -> str:
     return f" ({arm.size:.1%} of heads removed{remain})"
 
 
-def _sentences(verdict: ArmVerdict) -> list[str]:
+def _sentences(verdict: ArmVerdict, name_missing_controls: bool) -> list[str]:
     """Return the sentences after the arm's name; empty ones are skipped."""
     metrics = [f"Measured {each}" for each in metric_words(verdict.metrics)]
     controls = [each.words() for each in verdict.pruned_controls]
@@ -501,7 +504,7 @@ def _sentences(verdict: ArmVerdict) -> list[str]:
         _worst_task(verdict),
         _tasks_at_chance(verdict),
         _recall_words(verdict),
-        _control_words(verdict),
+        _control_words(verdict) if name_missing_controls or verdict.controls is not None else "",
         *controls,
     ]
 
@@ -523,11 +526,7 @@ def _recall_words(verdict: ArmVerdict) -> str:
     if not verdict.judged_recall:
         return "Recall cannot be judged: the baseline fails the recall tasks"
     left = ", ".join(each.words() for each in verdict.judged_recall)
-    return (
-        f"Recall left, where 100 % is what the whole model does beyond guessing: {left}"
-        f" (95 % intervals; kept if at least {MIN_RETAINED:.0f} % is shown to be left, and no loss of more than"
-        f" {MARGIN:.0f} point of the answers is shown)"
-    )
+    return f"Recall left: {left}"
 
 
 def _control_words(verdict: ArmVerdict) -> str:

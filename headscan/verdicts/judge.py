@@ -65,8 +65,13 @@ class Verdict:
         return f"{finished} of {finished + self.unfinished} arms finished" if self.unfinished else ""
 
     def sentences(self) -> list[str]:
-        """Return one sentence per arm that is no control, after the progress if arms are unfinished."""
-        lines = [arm.sentence() for arm in self.by_name.values() if not arm.kind.is_control]
+        """Return one sentence per arm that is no control, after the progress if arms are unfinished. A last one says
+        that none of several arms has a random control.
+        """
+        arms = [arm for arm in self.by_name.values() if not arm.kind.is_control]
+        lone = len(arms) > 1 and all(arm.controls is None for arm in arms)
+        lines = [arm.sentence(name_missing_controls=not lone) for arm in arms]
+        lines += ["No arm has a random control."] * lone
         return [f"{self.progress}.", *lines] if self.progress else lines
 
 

@@ -116,13 +116,14 @@ def test_a_study_ends_with_answers_and_files(found: tuple[Study, StudyAnswer, li
     store = Store(out / "study.duckdb")
     (asked,) = store.query(_ASKED).to_pylist()
     options: dict[str, Any] = {"loss_increases": answer.losses, "comparisons": config.kind_count}
-    outcomes = judge(store, asked["run_id"], max_loss=config.max_loss, **options).by_name
+    verdict = judge(store, asked["run_id"], max_loss=config.max_loss, **options)
+    outcomes = verdict.by_name
+    assert all(escape(sentence) in report for sentence in verdict.sentences())
     judged = [each for saving in answer.savings for each in saving.judged if each.accuracy is not None]
     assert judged
     for each in judged:
         arm = outcomes[each.name]
         assert (arm.outcome, arm.why) == (each.outcome, each.why) and arm.value("loss") is not None
-        assert escape(arm.sentence()) in report
     plan = load_plan(out / "plans" / "0.5.json")
     assert len(plan.window_heads) == 12
     assert (out / "pruned" / "model.safetensors").is_file()
