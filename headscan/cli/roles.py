@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from headscan.cli.verb_base import StoreVerb, say_run
 from headscan.options import Option, Site
 from headscan.steps.results import Json, Result
-from headscan.text_tables import say
+from headscan.text_tables import counted, say
 
 if TYPE_CHECKING:
     from headscan.ranking.head_roles import HeadRoles, RoleHead
@@ -98,7 +98,7 @@ def _survival_rows(store: Any, roles: HeadRoles, name: str) -> list[dict[str, An
     mask = find_mask(store, name, roles.model)
     if mask.site != roles.site:
         raise SelectionError(f"mask {mask.name} is of site {mask.site}, not {roles.site}. Set --site {mask.site}")
-    say(f"without the {len(mask.heads)} heads of {mask.name}")
+    say(f"without {counted(len(mask.heads), 'head')} of {mask.name}")
     return [
         {"role": left.role, "had": left.had, "left": left.left, "at_random": left.at_random, "lost": left.lost}
         for left in survival(roles, mask.heads)

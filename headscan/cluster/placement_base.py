@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 from headscan.errors import HeadscanError
 from headscan.options import BATCH_TOKENS, LONGEST_WAIT, Option, check_limits
+from headscan.text_tables import counted
 
 if TYPE_CHECKING:
     from headscan.models.loaded_model import Sharding
@@ -505,7 +506,7 @@ def too_large(need: int, has: int, where: str) -> str:
 
 def replicas_text(replicas: int) -> str:
     """Return ``1 replica`` or ``3 replicas``."""
-    return "1 replica" if replicas == 1 else f"{replicas} replicas"
+    return counted(replicas, "replica")
 
 
 def ranges_text(ranges: Sequence[LayerRange]) -> str:

@@ -24,6 +24,7 @@ from headscan.store.records import ArmKind
 from headscan.store.store import Store
 from headscan.store.tables import LOSS
 from headscan.store.verdict_limits import MARGIN, MIN_ABOVE_CHANCE, MIN_RETAINED, MIN_SAFE_TEXTS, points_words
+from headscan.text_tables import counted
 from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.confirmation import SweepChoice, judge_sweep
 from headscan.verdicts.criterion_points import (
@@ -102,7 +103,7 @@ def _best(curves: Sequence[Curve]) -> str:
     if best.safe_share is None:
         if texts < MIN_SAFE_TEXTS:
             return (
-                f"{texts:,} questions cannot show that an arm is safe within {MARGIN:g} point: at least"
+                f"{counted(texts, 'question')} cannot show that an arm is safe within {MARGIN:g} point: at least"
                 f" {MIN_SAFE_TEXTS} are needed. Sweep with more questions."
             )
         return "The model answers too few questions right to show that an arm is safe."
@@ -278,7 +279,7 @@ def _site_parts(run: Mapping[str, Any], points: Sequence[SitePoint]) -> str:
     baseline = f"Run {run['run_id']} on {run['corpus']}: {title} {scale * first.effect.baseline:.{digits}f} without"
     parts = [
         pages.paragraph(_SITE_NOTE, "note"),
-        pages.paragraph(f"{baseline} ablation, on {first.effect.n} examples."),
+        pages.paragraph(f"{baseline} ablation, on {counted(first.effect.n, 'example')}."),
     ]
     parts.append(pages.figure(site_figure(points), "criteria-by-site"))
     for site in dict.fromkeys(point.site for point in points):

@@ -27,6 +27,7 @@ from headscan.store.store import Store
 from headscan.store.tables import LOSS
 from headscan.store.verdict_limits import points_words
 from headscan.store.views import ROLES
+from headscan.text_tables import counted
 from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.confirmation import SweepChoice
 from headscan.verdicts.judge import Verdict
@@ -184,8 +185,8 @@ def _not_shown(best: ArmVerdict, what: str) -> tuple[str, str]:
         needed = about(best.questions_needed)
         return (
             "Too few questions",
-            f"{best.paired.questions:,} questions cannot show it: about {needed} are needed to exclude a loss of"
-            f" {points_words(best.max_points)}, if there is none.",
+            f"{counted(best.paired.questions, 'question')} cannot show it: about {needed} are needed to exclude a loss"
+            f" of {points_words(best.max_points)}, if there is none.",
         )
     kept = "recall" if best.value(LOSS) is None else "recall and the loss of text"
     limit = points_words(best.max_points)
@@ -279,7 +280,7 @@ def _cost(arm: ArmVerdict, what: str) -> str:
     p = arm.paired
     recall = ", ".join(each.words() for each in arm.judged_recall)
     text = (
-        f"{arm.name}: {what} accuracy by {p.interval.words(unit=' points')} on {p.questions:,} questions"
+        f"{arm.name}: {what} accuracy by {p.interval.words(unit=' points')} on {counted(p.questions, 'question')}"
         f" (baseline {p.baseline:.1f} %)"
     )
     left = f"; recall left: {recall}" if recall else ""
@@ -388,10 +389,11 @@ def _how(choices: Sequence[SweepChoice], tried: int) -> str:
     if not choices:
         return "" if tried < 2 else f" It is one of {tried} tested arms; their intervals are not corrected for that."
     best = choices[0]
+    arms = counted(best.candidates, "arm")
     if best.confirmed:
         wide = f" by intervals widened for {best.comparisons} judged arms" if best.comparisons > 1 else ""
-        return f" Half of the questions selected it among {best.candidates} arms, and the others judge it{wide}."
-    return f" The same questions selected it among {best.candidates} arms, so the interval is too optimistic."
+        return f" Half of the questions selected it among {arms}, and the others judge it{wide}."
+    return f" The same questions selected it among {arms}, so the interval is too optimistic."
 
 
 def pruning_answer(verdict: Verdict | None, inactive: InactiveHeads, commands: Commands) -> ReportAnswer:

@@ -169,7 +169,8 @@ def page_data(data: HeadData, first: Sequence[str]) -> str:
         for site in data.sites
     ]
     names = [measure.name for measure in data.sites[0].numbers.measures]
-    start = next((name for name in first if name in names), names[0] if names else None)
+    known = {**{name: name for name in names}, "effect": next((name for name in names if _is_effect(name)), None)}
+    start = next(filter(None, map(known.get, first)), names[0] if names else None)
     payload = {
         "quantiles": list(QUANTILES),
         "start": start,
@@ -177,3 +178,8 @@ def page_data(data: HeadData, first: Sequence[str]) -> str:
         "sites": sites,
     }
     return compressed(json.dumps(payload, allow_nan=False, separators=(",", ":")).encode())
+
+
+def _is_effect(measure: str) -> bool:
+    """Return True for a measure of `effect_definition`, which has a name for each replacement and metric."""
+    return measure.startswith("harm_")

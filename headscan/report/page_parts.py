@@ -20,6 +20,7 @@ from plotly.offline import get_plotlyjs
 
 from headscan.store.provenance import provenance_changes
 from headscan.store.store import Store
+from headscan.text_tables import counted
 
 #: What a row of a table shows.
 Item = TypeVar("Item")
@@ -222,7 +223,7 @@ def measured_section(run: Mapping[str, Any], row: Mapping[str, Any]) -> str:
             ("Model", run["model"] + (f" at {run['model_revision']}" if run["model_revision"] else "")),
             ("Heads", _grid_text(run)),
             ("Corpus", run["corpus"]),
-            ("Sequences", f"{row['sequences']:,} of {_span(row['shortest'] or 0, row['longest'] or 0)} tokens"),
+            ("Sequences", f"{row['sequences']:,} of {_span(row['shortest'] or 0, row['longest'] or 0)}"),
             ("Tokens", f"{row['tokens']:,}"),
             ("Data type", run["dtype"]),
             ("Attention path", run["attention_path"]),
@@ -235,23 +236,28 @@ def measured_section(run: Mapping[str, Any], row: Mapping[str, Any]) -> str:
 
 
 def _span(least: int, most: int) -> str:
-    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    return counted(most, "token") if least == most else f"{least:,} to {most:,} tokens"
 
 
 def _grid_text(run: Mapping[str, Any]) -> str:
     grid = [site for site in run["grid"] or () if site["site"] == "self"]
     heads = sorted({site["num_attention_heads"] for site in grid}) or [run["num_heads"]]
-    text = f"{_counted(run['num_layers'], 'layer')}, each with {' or '.join(map(str, heads))} query heads"
+    text = f"{counted(run['num_layers'], 'layer')}, each with {_either(heads, 'query head')}"
     kv_heads = sorted({site["num_key_value_heads"] for site in grid})
     if kv_heads:
-        text += f" and {' or '.join(map(str, kv_heads))} KV heads"
+        text += f" and {_either(kv_heads, 'KV head')}"
     if bounded := sum(site["sliding_window"] is not None for site in grid):
-        text += f"; {_counted(bounded, 'layer')} with a sliding window"
+        text += f"; {counted(bounded, 'layer')} with a sliding window"
     if 0 < len(grid) < run["num_layers"]:
-        text += f"; {_counted(len(grid), 'layer')} with attention"
+        text += f"; {counted(len(grid), 'layer')} with attention"
     if others := dict.fromkeys(site["site"] for site in run["grid"] or () if site["site"] != "self"):
         text += f"; also {' and '.join(others)} attention"
     return text
+
+
+def _either(counts: Sequence[int], noun: str) -> str:
+    *others, last = counts
+    return " or ".join([*map(str, others), counted(last, noun)])
 
 
 def provenance_section(runs: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
@@ -295,10 +301,6 @@ def _run_facts(run: Mapping[str, Any]) -> str:
 def _listed(values: Mapping[str, Any] | None) -> str | None:
     """Return stored values in words; None without any."""
     return "; ".join(f"{name}: {text}" for name, text in shown_settings(values or {})) or None
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def date_text(moment: datetime | None) -> str | None:

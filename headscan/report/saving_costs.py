@@ -195,7 +195,7 @@ def _sizes(arms: Sequence[ArmRecord]) -> list[str]:
     models = [_ModelCost("original", measured[0].config["before"])]
     models += [_ModelCost(arm.name, arm.config["after"], arm.config["before"]) for arm in measured]
     skipped = [
-        f"{arm.name} has no attention in layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}."
+        f"{arm.name} has no attention in {'layer' if len(layers) == 1 else 'layers'} {', '.join(map(str, layers))}."
         for arm in measured
         if (layers := arm.config.get("skipped_layers"))
     ]

@@ -9,6 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from headscan.catalog import ORDERS
 from headscan.errors import HeadscanError, unknown_name
 from headscan.plans import HeadPlan, check_model
 from headscan.report.ablation_costs import arms_section, criteria_section, site_section
@@ -37,7 +38,7 @@ from headscan.store.output_files import write_text
 from headscan.store.provenance import same_model
 from headscan.store.store import Store
 from headscan.store.verdict_limits import MARGIN, MAX_LOSS
-from headscan.store.views import SUMMARISED
+from headscan.text_tables import counted
 from headscan.verdicts.arm_verdict import loss_words
 from headscan.verdicts.confirmation import SweepChoice, judge_sweep
 from headscan.verdicts.curves import is_sweep, read_curves
@@ -89,15 +90,15 @@ def write_report(
     Runs are given by the first characters of their ids: None uses the newest finished scan, and leaves out the
     evaluation and the comparison. The evaluation and ``plan`` are of the scan's model; None leaves out the plan.
     Commands in the report name ``plan_file``; None leaves a placeholder. The map shows the first measured one of
-    ``scores`` (scores and statistics) first; all measured ones can be selected. ``confirm`` judges the best arms of a
+    ``scores``, names of `ORDERS`, first; all measured ones can be selected. ``confirm`` judges the best arms of a
     sweep on the questions that did not select them. `judge` explains ``max_loss``, ``max_points``, ``losses`` and
     ``comparisons``. ``answers``, those of a study, stand instead of what the page itself makes of the evaluation.
     ``cache`` is a length in tokens with the share of the KV cache that each plan leaves at it, by arm; None takes the
     length of the plans that is nearest to 32,768 tokens.
     """
     for name in scores:
-        if name not in SUMMARISED:
-            raise unknown_name("score or statistic", name, SUMMARISED)
+        if name not in ORDERS:
+            raise unknown_name("score", name, ORDERS)
     with store.reading():
         run = store.resolve_run(scan_run, "scan")
         evaluation = None if evaluate_run is None else store.resolve_run(evaluate_run, "evaluate")
@@ -141,18 +142,6 @@ def write_report(
     return write_text(path, html_page(title, parts, page_data(data, first)))
 
 
-def comparable_scan(store: Store, scan: Mapping[str, Any]) -> str | None:
-    """Return the id of the newest other finished scan with the same heads; None if there is none."""
-    for run in store.runs("scan"):
-        if run["run_id"] != scan["run_id"] and run["status"] == "finished" and _places(run) == _places(scan):
-            return str(run["run_id"])
-    return None
-
-
-def _places(run: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    return sorted((site["site"], site["layer"], site["num_attention_heads"]) for site in run["grid"] or ())
-
-
 def _choices(store: Store, verdict: Verdict | None, confirm: bool) -> Sequence[SweepChoice]:
     if verdict is None or not is_sweep(read_curves(store, verdict.run_id, verdict.unrecorded)):
         return ()
@@ -164,7 +153,9 @@ def _opening(shown: _Shown, title: str, sections: Sequence[tuple[str, str]]) -> 
     row = stored_sequences(shown.store, run["run_id"])
     warnings = []
     if run["status"] != "finished":
-        warnings.append(f"This scan is {run['status']}: the numbers cover the {row['sequences']:,} stored sequences.")
+        warnings.append(
+            f"This scan is {run['status']}: the numbers cover {counted(row['sequences'], 'stored sequence')}."
+        )
     if shown.verdict is not None and shown.verdict.progress:
         warnings.append(f"{shown.verdict.progress}: the answers cover only these.")
     evaluated = (shown.verdict, shown.choices, shown.cache, shown.plan, shown.plan_file)
@@ -182,18 +173,18 @@ def _opening(shown: _Shown, title: str, sections: Sequence[tuple[str, str]]) -> 
 
 def _shown_runs(shown: _Shown) -> Iterator[str]:
     run = shown.scan
-    scans = len(shown.store.runs("scan"))
+    scans = counted(len(shown.store.runs("scan")), "scan")
     yield (
         f"Scan {run['run_id']} of {run['model']} on {run['corpus'] or 'a corpus'}"
-        f" ({scans} {'scan' if scans == 1 else 'scans'} in the store; choose with --run)."
+        f" ({scans} in the store; choose with --run)."
     )
     if shown.evaluation is None:
         yield "No evaluation (choose one with --evaluation)."
     else:
-        total = len(shown.store.runs("evaluate"))
+        total = counted(len(shown.store.runs("evaluate")), "evaluation")
         yield (
             f"Evaluation {shown.evaluation['run_id']} on {shown.evaluation['corpus'] or 'its tasks'}"
-            f" ({total} {'evaluation' if total == 1 else 'evaluations'} in the store; choose with --evaluation)."
+            f" ({total} in the store; choose with --evaluation)."
         )
     for group, of_group in shown.data.runs.items():
         yield f"{group}: run {of_group['run_id']}, the newest of this model."

@@ -148,9 +148,9 @@ def effects_text(effects: Sequence[HeadEffect]) -> str:
     if single:
         first, facts = single[0], effect_facts(single)
         parts.append(
-            f"{_title(first)}\n{facts['significant']} of {facts['heads']} heads have a significant effect (q at most"
-            f" {FALSE_DISCOVERY_RATE:g}): {facts['harmful']} are needed, {facts['helpful']} do harm;"
-            f" {facts['confirmed']} of them are confirmed on halves."
+            f"{_title(first)}\nheads with a significant effect (q at most {FALSE_DISCOVERY_RATE:g}):"
+            f" {facts['significant']} of {facts['heads']}; needed: {facts['harmful']}, harmful: {facts['helpful']},"
+            f" confirmed on halves: {facts['confirmed']}"
         )
         ends = single if len(single) <= 2 * _SHOWN else [*single[:_SHOWN], *single[-_SHOWN:]]
         parts.append(text_table([_effect_cells(effect, sites) for effect in ends]))

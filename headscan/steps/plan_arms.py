@@ -85,8 +85,8 @@ def window_notes(arms: Sequence[Arm], requests: Iterable[AnyRequest]) -> list[st
         if longer < len(lengths):
             nothing = ": it frees nothing and equals the baseline" if not longer else ""
             notes.append(
-                f"{arm.name}: {longer} of {len(lengths)} requests are longer than its narrowest window of {narrowest}"
-                f" tokens{nothing}"
+                f"{arm.name}: requests longer than its narrowest window of {narrowest} tokens: {longer:,} of"
+                f" {len(lengths):,}{nothing}"
             )
     return notes
 

@@ -90,8 +90,8 @@ class Probe(Step["ProbeResult"]):
         def text() -> str:
             done = f"is complete in {store.path}: nothing to do" if result.already_done else f"in {store.path}"
             counts = [
-                f"{count} of {len(ranked[name])} heads have a {name} above {BEHAVIOURS[name].threshold:g}"
-                f" ({BEHAVIOURS[name].source})"
+                f"heads with a {name} above {BEHAVIOURS[name].threshold:g} ({BEHAVIOURS[name].source}):"
+                f" {count} of {len(ranked[name])}"
                 for name, count in above.items()
             ]
             shown = text_table([row for row in rows if row["rank"] <= _SHOWN])

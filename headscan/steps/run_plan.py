@@ -36,6 +36,7 @@ from headscan.runs.code_version import code_version
 from headscan.runs.run_context import ModelContext
 from headscan.steps.damage_measurement import Measurement, read_prompts
 from headscan.steps.plan import Plan
+from headscan.text_tables import counted
 from headscan.windows import KeptKeys, KvHead, Window
 
 #: Heads are flipped, and exchanges tried, on one in so many prompts of a task.
@@ -63,7 +64,7 @@ def measured_plans(config: Plan, model: ModelContext, budgets: Sequence[BudgetRe
     )
     with model.resumable_numbers(record) as known:
         measurement = Measurement.of(config, model, prompts, known)
-        widths = f"{len(config.windows)} width{'s' * (len(config.windows) > 1)}"
+        widths = counted(len(config.windows), "width")
         model.say(f"damage of a window on {len(measurement.units)} {config.unit_names}, {widths}")
         estimates = {window: measurement.damages(window) for window in config.windows}
         chosen = smallest_windows({window: list(of_heads.values()) for window, of_heads in estimates.items()})

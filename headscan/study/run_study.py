@@ -108,8 +108,8 @@ def _check_model(file: Path, run: Run) -> None:
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     if differing := [name for name, value in run.identity.fingerprint().items() if known.get(name) != value]:
         raise StudyError(
-            f"{file.parent} holds a study of another model ({', '.join(differing)} differ). Choose another folder as"
-            " `out`"
+            f"{file.parent} holds a study of another model (differing: {', '.join(differing)}). Choose another folder"
+            " as `out`"
         )
 
 

@@ -262,5 +262,7 @@ def resumed(path: Path, config: Study) -> Study | None:
     asked = replace(config, **decided)
     if asked != known:
         names = [each.name for each in fields(config) if getattr(asked, each.name) != getattr(known, each.name)]
-        raise StudyError(f"{path} records another study ({', '.join(names)} differ). Choose another folder as `out`")
+        raise StudyError(
+            f"{path} records another study (differing: {', '.join(names)}). Choose another folder as `out`"
+        )
     return known

@@ -13,6 +13,7 @@ from headscan.errors import VerdictError
 from headscan.store.records import ArmKind, ArmRecord
 from headscan.store.tables import ACCURACY, BITS_PER_BYTE, LOSS
 from headscan.store.verdict_limits import MARGIN, MAX_LOSS, MIN_DOCUMENTS, points_words
+from headscan.text_tables import counted
 from headscan.verdicts.controls import Controls, PrunedControls, loss_increase
 from headscan.verdicts.metrics import (
     RATES,
@@ -454,7 +455,7 @@ def _text_gap(verdict: ArmVerdict, loss: Increase | None, needed: int | None) ->
         return "the loss of text cannot be compared with that of the model itself"
     limit = verdict.max_loss
     if loss.high <= limit or not isfinite(loss.high):
-        texts = f"{loss.documents:,} text{'s' * (loss.documents != 1)}"
+        texts = counted(loss.documents, "text")
         gap = f"{texts} cannot show that the loss rises by at most {limit:g} nats per token"
     else:
         gap = f"the loss may rise by {loss.high:.3g} nats per token (limit {limit:g})"
@@ -497,7 +498,7 @@ def _sentences(verdict: ArmVerdict, name_missing_controls: bool) -> list[str]:
     accuracy = verdict.accuracy
     return [
         _conclusion(verdict),
-        f"Accuracy {accuracy.arm:.2f} % against {accuracy.baseline:.2f} % on {accuracy.questions} questions:"
+        f"Accuracy {accuracy.arm:.2f} % against {accuracy.baseline:.2f} % on {counted(accuracy.questions, 'question')}:"
         f" {accuracy.interval.words(unit=' points')}, p = {accuracy.p_value:.3g}",
         _expected_words(verdict),
         *metrics,
@@ -596,5 +597,5 @@ def _tasks_at_chance(verdict: ArmVerdict) -> str:
 def _task_names(tasks: Sequence[TaskVerdict]) -> str:
     """Return the names of the first tasks and the number of others."""
     unnamed = len(tasks) - _MAX_NAMED_TASKS
-    others = f" and {unnamed} other task{'s' * (unnamed > 1)}" if unnamed > 0 else ""
+    others = f" and {counted(unnamed, 'other task')}" if unnamed > 0 else ""
     return ", ".join(task.task for task in tasks[:_MAX_NAMED_TASKS]) + others
