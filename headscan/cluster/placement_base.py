@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 from headscan.errors import HeadscanError
-from headscan.options import BATCH_TOKENS, LONGEST_WAIT, Option, check_limits
+from headscan.options import BATCH_TOKENS, LONGEST_WAIT, Option, check_limits, short
 from headscan.text_tables import counted
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ PLACEMENTS = {
 }
 
 
+@short
 @dataclass(frozen=True)
 class PlacementRequest:
     """The placement that a user requests; None leaves a choice to `placements.place`.
@@ -555,6 +556,7 @@ def balanced_ranges(weights: Sequence[int], parts: int) -> tuple[LayerRange, ...
     return tuple(pairwise(best[len(weights)][1]))
 
 
+@short
 @dataclass(frozen=True)
 class Timeouts:
     """Timeouts of a pool on Ray, in seconds.

@@ -101,6 +101,10 @@ class HeadPlan(PlanRecord):
     block: Positive | None = None
     chunk: Positive | None = None
 
+    def __repr__(self) -> str:
+        lines = self.summary()[: -len(self.notes) or None]
+        return f"HeadPlan({self.model.name}, method {self.method}: {'; '.join(lines)})"
+
     def __post_init__(self) -> None:
         self._check_count()
         check_chunk(self.chunk, self.block)

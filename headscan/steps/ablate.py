@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from headscan.errors import InterventionError
-from headscan.options import Group, Option
+from headscan.options import Group, Option, short
 from headscan.settings.corpus_settings import LONGEST_TEXT, SHORTEST, CorpusSpec, ExamplesSpec, Metric, longest_text
 from headscan.settings.evaluation_settings import TASK_TOKENS, RecallQuestions, ReplacementConfig, TaskConfig
 from headscan.steps.question_step import QuestionStep, demo_task
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _SHOWN = 10
 
 
+@short
 @dataclass(frozen=True)
 class Ablate(QuestionStep["AblateResult"]):
     """measure the effect of every attention head, ablated alone

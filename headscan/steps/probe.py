@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from headscan.catalog import BEHAVIOURS
 from headscan.errors import HeadscanError
 from headscan.measure.probe_settings import BehaviourProbe
-from headscan.options import Group, Option
+from headscan.options import Group, Option, short
 from headscan.settings.corpus_settings import CorpusSpec
 from headscan.steps.results import Result
 from headscan.steps.step import Step
@@ -29,6 +29,7 @@ class ProbeError(HeadscanError):
     """Settings of a probe that are out of range."""
 
 
+@short
 @dataclass(frozen=True)
 class Probe(Step["ProbeResult"]):
     """score the behaviours of every head: induction, duplicate and previous tokens, retrieval from long texts

@@ -188,6 +188,10 @@ class StudyAnswer:
     def _repr_html_(self) -> str:
         return html_text(str(self))
 
+    def __repr__(self) -> str:
+        savings = "; ".join(f"{each.kind.name}: {each.answer()}" for each in self.savings)
+        return f"StudyAnswer({self.model}, {self.questions:,} questions: {savings or 'a dry run'})"
+
     def save(self, path: Path) -> None:
         """Write the answers as JSON."""
         write_text(path, json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Unpack
 
 from headscan.catalog import CRITERIA, DEFAULT_SINK, IMPORTANCES, RECALL_NAMES, SCORES
 from headscan.errors import HeadscanError
-from headscan.options import Group, Option, check_limits
+from headscan.options import Group, Option, check_limits, short
 from headscan.settings.corpus_settings import DEMO_CORPUS, SHORTEST, CorpusSpec
 from headscan.settings.evaluation_settings import RECALL_PROMPTS, TASK_TOKENS, MaxLoss, MaxPoints, TaskConfig
 from headscan.settings.option_values import file_values, make_settings
@@ -45,6 +45,7 @@ class StudyError(HeadscanError):
     """A study that cannot be made with these settings."""
 
 
+@short
 @dataclass(frozen=True)
 class Study(Step["StudyAnswer"]):
     """find how many heads and how much KV cache can go, and write the smaller files

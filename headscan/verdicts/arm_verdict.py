@@ -339,6 +339,9 @@ class ArmVerdict:
             [each for each in self.metrics if not (each.task in loss_tasks and each.metric in (LOSS, BITS_PER_BYTE))]
         )
 
+    def __repr__(self) -> str:
+        return f"ArmVerdict({self.name}: {self.label}{f', {self.why}' if self.why else ''})"
+
     def sentence(self, *, name_missing_controls: bool = True) -> str:
         """Return the verdict on the arm with its numbers. Intervals are of 95 %; recall left is the share of what the
         model itself recalls beyond guessing.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
@@ -12,6 +13,7 @@ from headscan.store.records import ArmRecord
 from headscan.store.store import Store
 from headscan.store.tables import LOSS
 from headscan.store.verdict_limits import BENCHMARK_SPLITS, MARGIN, MAX_LOSS, RECALL_SPLITS
+from headscan.text_tables import counted
 from headscan.verdicts.answer_sheets import BENCHMARK, EXPECTED, Scope, finished_arms
 from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.controls import Controls, PrunedControls, judge_controls, pruned_controls
@@ -38,6 +40,12 @@ class Verdict:
     unfinished: int = 0
     unrecorded: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
     max_loss: float = MAX_LOSS
+
+    def __repr__(self) -> str:
+        outcomes = Counter(str(arm.outcome) for arm in self.finished if not arm.kind.is_control)
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
+        finished = self.progress or counted(len(self.finished), "arm")
+        return f"Verdict(run {self.run_id} of {self.model}: {finished}; {counts})"
 
     def __str__(self) -> str:
         """Return the progress if arms are unfinished, and the verdicts as a table."""
