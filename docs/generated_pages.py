@@ -1,8 +1,8 @@
 """What is generated from the declarations: the catalogue, the tables of Python names, the schema of the store, and the
 reference of Python names. The site also shows files of other folders to which pages link.
 
-The catalogue and the tables are in files, because pages are read on GitHub, too: ``make schema`` writes them. The schema
-and the reference are made when the site is built.
+The catalogue and the tables are in files, because pages are read on GitHub, too: ``make schema`` writes them. Schema
+and reference are made when the site is built.
 """
 
 from __future__ import annotations
