@@ -53,7 +53,8 @@ docs: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/mkdocs build --strict
 
-# What follows from the declarations: the digest of a changed schema, in headscan/store/connection.py, and docs/catalogue.md.
+# What follows from the declarations: the digest of a changed schema, in headscan/store/connection.py, docs/catalogue.md and
+# the tables of docs/api.md.
 schema: $(VENV)/.ready
 	$(BIN)/python -m tests.numbers.store.write_digest
 	$(BIN)/python docs/generated_pages.py

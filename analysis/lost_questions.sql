@@ -1,5 +1,6 @@
--- Questions that the baseline answers and an arm does not.
-select a.task, a.question, a.doc_hash
+-- Questions that an arm answers worse than the baseline, the largest losses first; partial credit counts.
+select x.name as arm, a.task, a.question, b.correct as before, a.correct as correct, a.doc_hash
 from answers a join arms x using (arm_id), answers b join arms y using (arm_id)
 where y.name = 'baseline' and x.run_id = y.run_id and x.name <> 'baseline'
-  and a.task = b.task and a.question = b.question and b.correct = 1 and a.correct = 0
+  and a.task = b.task and a.question = b.question and a.correct < b.correct
+order by b.correct - a.correct desc, arm, a.task, a.question

@@ -1,15 +1,17 @@
-"""What is generated from the declarations: the catalogue, and the schema of the store. The site also shows files of
-other folders to which pages link.
+"""What is generated from the declarations: the catalogue, the tables of Python names, the schema of the store, and the
+reference of Python names. The site also shows files of other folders to which pages link.
 
-The catalogue is a file, because other pages link to it and are read on GitHub, too: ``make schema`` writes it. The
-schema is made when the site is built.
+The catalogue and the tables are in files, because pages are read on GitHub, too: ``make schema`` writes them. Schema
+and reference are made when the site is built.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ from headscan.store.views import ALL_RUNS, VIEW_COMMENTS, VIEWS
 
 DOCS = Path(__file__).parent
 CATALOGUE = DOCS / "catalogue.md"
+API = DOCS / "api.md"
+#: A row of a table of Python names: the name, behind `headscan.` or with its module.
+_API_ROW = re.compile(r"^\| `(headscan\.[\w.]+)` \|.*\|$", re.MULTILINE)
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -27,6 +32,7 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     files.append(File.generated(config, "schema.md", content=schema_page()))
+    files.append(File.generated(config, "reference.md", content=reference_page()))
     for path in DOCS.parent.glob("analysis/*.ipynb"):
         files.append(File.generated(config, f"notebooks/{path.name}", abs_src_path=str(path)))
     return files
@@ -58,6 +64,41 @@ def catalogue_page() -> str:
 def schema_page() -> str:
     """Return the Markdown text of the page on the store's schema."""
     return "\n".join(_schema())
+
+
+def api_page() -> str:
+    """Return the page on Python with tables that follow the docstrings; its rows name what they list."""
+    return _API_ROW.sub(lambda row: f"| `{row[1]}` | {_first_sentence(row[1])} |", API.read_text(encoding="utf-8"))
+
+
+def api_names() -> list[str]:
+    """Return the names in the tables of the page on Python."""
+    return _API_ROW.findall(API.read_text(encoding="utf-8"))
+
+
+def _first_sentence(name: str) -> str:
+    """Return the first sentence of a docstring, as the text of a table's cell."""
+    words = " ".join((inspect.getdoc(_named(name)) or "").partition("\n\n")[0].split())
+    sentence = re.split(r"(?<=[.;:]) |$", words.replace("``", "`"), maxsplit=1)[0].rstrip(".;:")
+    return f"{sentence[:1].upper()}{sentence[1:]}".replace("|", "\\|")
+
+
+def _named(name: str) -> Any:
+    """Return what a name stands for; the package loads its own names when they are asked for."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(import_module(module), attribute)
+
+
+def reference_page() -> str:
+    """Return the Markdown text of the reference: the tables' names with their whole docstrings."""
+    lines = ["# Python reference\n", "The names of [Python](api.md), with arguments, fields and errors.\n"]
+    for line in API.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            lines.append(f"{line}\n")
+        elif row := _API_ROW.match(line):
+            found = _named(row[1])
+            lines.append(f"::: {found.__module__}.{found.__qualname__}\n")
+    return "\n".join(lines)
 
 
 #: The kinds of declarations, the sentence under the heading of each, and the columns of its table.
@@ -160,3 +201,4 @@ def _sentence(text: str) -> str:
 
 if __name__ == "__main__":
     CATALOGUE.write_text(catalogue_page(), encoding="utf-8")
+    API.write_text(api_page(), encoding="utf-8")

@@ -442,6 +442,9 @@ SET_METHODS: tuple[str, ...] = (RANDOM, *(name for name, declared in CRITERIA.it
 #: Criteria that runs of a store order heads by.
 RANKED_CRITERIA: tuple[str, ...] = tuple(name for name, declared in CRITERIA.items() if declared.run is not None)
 
+#: What orders heads, by a number for each.
+ORDERS: tuple[str, ...] = tuple(dict.fromkeys([*SCORES, *STATISTICS, *BEHAVIOURS, *RANKED_CRITERIA]))
+
 #: What replaces the output of an ablated head.
 ReplacementKind = Literal["zero", "mean", "resample"]
 

@@ -144,6 +144,12 @@ class NamedValues(dict[str, _V]):
         super().__init__(values)
         self.kind, self.elsewhere = kind, dict(elsewhere or {})
 
+    def __repr__(self) -> str:
+        """Return the names, with the shapes of values that have one."""
+        shapes = ((name, getattr(value, "shape", None)) for name, value in self.items())
+        listed = [name if shape is None else f"{name} {tuple(shape)}" for name, shape in shapes]
+        return f"{type(self).__name__}({', '.join(listed)})"
+
     def __missing__(self, name: str) -> NoReturn:
         if name in self.elsewhere:
             raise UnknownNameError(f"{self.kind} {name!r} is not among these values. {self.elsewhere[name]}")

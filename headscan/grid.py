@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from headscan.errors import HeadIndexError, PruningError
+from headscan.text_tables import counted
 
 #: What is removed at once: a query head, the heads of a KV head, or all heads of a layer.
 Unit = Literal["head", "group", "layer"]
@@ -167,7 +168,8 @@ class HeadGrid:
         for grid in (self, *self.others):
             kv_heads = sum(site.num_key_value_heads for site in grid.sites)
             heads = (
-                f"{grid.total_heads} query heads, {kv_heads} KV heads in {len(grid.sites)} of {grid.num_layers} layers"
+                f"{counted(grid.total_heads, 'query head')}, {counted(kv_heads, 'KV head')} in {len(grid.sites)} of"
+                f" {counted(grid.num_layers, 'layer')}"
             )
             parts.append(f"{grid.kind}: {heads}")
         return f"HeadGrid({'; '.join(parts)})"

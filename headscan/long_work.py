@@ -49,8 +49,8 @@ def hash_of(key: WorkKey) -> str:
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
 
-#: Shows steps of work: called with a title, the number of steps and their unit, and returns a context with the function
-#: to call after each step.
+#: Shows steps of work: called with a title, the number of steps and their unit in the singular, and returns a context
+#: with the function to call after each step.
 Steps = Callable[[str, int, str], AbstractContextManager[Callable[[], object]]]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from headscan.checkpoints.source_folder import DEMO_FOLDER, DEMO_MODEL, check_folder, locate
 from headscan.errors import ModelLoadError
-from headscan.options import Option, check_limits
+from headscan.options import Option, check_limits, short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
+@short
 @dataclass(frozen=True)
 class ModelSpec:
     """The arguments of `headscan.load`, except for the device."""

@@ -13,6 +13,7 @@ Type and default follow from the field. `headscan.settings.option_values` makes 
 
 from __future__ import annotations
 
+import dataclasses
 import reprlib
 import sys
 from abc import ABC
@@ -24,7 +25,7 @@ from math import isfinite
 from numbers import Integral, Real
 from os import PathLike
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from headscan.errors import HeadscanError, unknown_name
 
@@ -166,6 +167,43 @@ class Option(Limits):
     def negated(self) -> bool:
         """The option sets False."""
         return self.default is True and self.flag is not None
+
+
+#: A class of settings.
+Settings = TypeVar("Settings")
+
+
+def short(cls: type[Settings]) -> type[Settings]:
+    """Shorten what `repr` and `help` show of a dataclass of settings: fields that differ from their defaults, and types
+    without the marks of the command line.
+    """
+
+    def shown(self: Any) -> str:
+        given = [f"{each.name}={getattr(self, each.name)!r}" for each in fields(self) if _is_given(self, each)]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+    marked = cls.__init__.__annotations__
+    cls.__init__.__annotations__ = {name: _unmarked(hint) for name, hint in marked.items()}
+    cls.__repr__ = shown  # type: ignore[method-assign]
+    return cls
+
+
+def _is_given(settings: Any, field: dataclasses.Field[Any]) -> bool:
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    value = getattr(settings, field.name)
+    return field.repr and (default is MISSING or value != default)
+
+
+def _unmarked(hint: Any) -> Any:
+    """Return the type of an annotation; a text is cut at the first comma outside of brackets."""
+    if not isinstance(hint, str) or not hint.startswith("Annotated["):
+        return hint
+    depth = 0
+    for place, letter in enumerate(hint[len("Annotated[") :]):
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and not depth:
+            return hint[len("Annotated[") :][:place]
+    return hint
 
 
 #: Attention that is named on the command line.

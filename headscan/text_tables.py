@@ -17,6 +17,16 @@ from typing import Any
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun, which is in the plural unless the number is 1."""
+    return f"{count:,} {noun if count == 1 else plural(noun)}"
+
+
+def plural(noun: str) -> str:
+    """Return the plural of a regular noun."""
+    return f"{noun}es" if noun.endswith(("ch", "sh", "x", "s")) else f"{noun}s"
+
+
 def printable(text: str) -> str:
     r"""Return ``text`` with every unsafe character escaped, as in ``\x1b``; line ends are unsafe, too."""
     return _UNSAFE.sub(lambda match: match.group().encode("unicode_escape").decode("ascii"), text)

@@ -150,6 +150,11 @@ class KeptKeys:
     block: int = field(default=1, compare=False)
     sliding: Mapping[int, int] = field(default_factory=dict, compare=False)
 
+    def __repr__(self) -> str:
+        kept = sorted({window.key for _, _, window in self.windows})
+        heads = "" if self.kv_heads is None else f" of {sum(self.kv_heads.values())}"
+        return f"KeptKeys({len(self.windows)}{heads} KV heads keep {reprlib.repr(kept)[1:-1] or 'less'})"
+
     def __post_init__(self) -> None:
         for entry in self.windows if isinstance(self.windows, tuple) else (self.windows,):
             if not (isinstance(entry, tuple) and len(entry) == 3 and isinstance(entry[2], Window)):

@@ -29,6 +29,7 @@ from headscan.errors import InterventionError, check_type
 from headscan.grid import AttentionSite, Head, HeadGrid
 from headscan.models.loaded_model import LoadedModel, check_loaded
 from headscan.models.token_batches import integers
+from headscan.text_tables import counted
 
 
 class InterventionRecord:
@@ -53,6 +54,12 @@ class InterventionRecord:
         self._ablated: dict[int, Tensor] = {}
         self._sequences = 0
         self._total_heads = lm.grid.total_heads
+
+    def __repr__(self) -> str:
+        if not self._ablated:
+            return "InterventionRecord(before the first pass)"
+        shares = self.ablated_shares
+        return f"InterventionRecord({counted(self._sequences, 'sequence')}, {shares.mean():.1%} of heads ablated)"
 
     @property
     def ablated(self) -> Tensor | None:

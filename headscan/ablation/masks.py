@@ -31,6 +31,9 @@ from headscan.grid import AttentionSite, Head, Heads, heads_of_any
 from headscan.models.loaded_model import LoadedModel
 from headscan.options import Limits, Seed, check_limits
 
+#: Heads that the text of a mask names.
+_SHOWN_HEADS = 8
+
 
 @dataclass(frozen=True)
 class HeadMask(LayerwiseAblation):
@@ -53,6 +56,11 @@ class HeadMask(LayerwiseAblation):
         check_type("replacement", replacement, Replacement, "a HeadMeans or HeadSamples", InterventionError)
         object.__setattr__(self, "replacement", replacement)
         object.__setattr__(self, "heads", heads_of_any(heads))
+
+    def __repr__(self) -> str:
+        listed = " ".join(f"{layer}:{head}" for layer, head in self.heads[:_SHOWN_HEADS])
+        more = f" and {len(self.heads) - _SHOWN_HEADS} more" if len(self.heads) > _SHOWN_HEADS else ""
+        return f"HeadMask({listed}{more}, replacement={self.replacement!r})"
 
     @classmethod
     def of_lowest(cls, values_LH: Tensor, share: float, replacement: Replacement = ZERO) -> HeadMask:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from headscan.catalog import SCORES
 from headscan.cli.option_parser import UsageError
-from headscan.cli.verb_base import StoreVerb
+from headscan.cli.verb_base import StoreVerb, say_run
+from headscan.errors import SelectionError
 from headscan.options import Group, Option, Site
 from headscan.steps.results import Json, Result
 from headscan.text_tables import say
@@ -40,51 +41,71 @@ class _TwoScans:
 class Compare(StoreVerb):
     """compare the scores of one scan (which heads they pick), or of two scans (how far each head moved)
 
+        headscan compare
         headscan compare 3f9a --quantile 0.1
         headscan compare 3f9a 77c0 --by-layer
 
-    An id may be shortened to its first characters.
+    Without ids, the two newest finished scans with the same heads are compared, or the scores of the newest scan if it
+    is the only one. An id may be shortened to its first characters.
     """
 
     json: Json = False
-    run_a: Annotated[str, Option("first characters of a scan's id", flag="RUN_A")]
+    run_a: Annotated[
+        str | None, Option("first characters of a scan's id (default: the newest finished scan)", flag="RUN_A")
+    ] = None
     run_b: Annotated[
-        str | None, Option("first characters of a second scan's id: another model, checkpoint or corpus", flag="RUN_B")
+        str | None,
+        Option(
+            "first characters of a second scan's id: another model, checkpoint or corpus (default without RUN_A: the "
+            "scan before it with the same heads, unless an option is for one scan)",
+            flag="RUN_B",
+        ),
     ] = None
     site: Site = "self"
     one: Annotated[_OneScan, Group("one scan")]
     two: Annotated[_TwoScans, Group("two scans")]
 
     def __post_init__(self) -> None:
-        if self.run_b is None and self.two != _TwoScans():
+        if self.run_a is not None and self.run_b is None and self.two != _TwoScans():
             raise UsageError("--by-layer and --scores compare two scans. Name a second scan, or leave them out")
         if self.run_b is not None and self.one != _OneScan():
             raise UsageError("--quantile and --masks compare scores of one scan. Name one scan, or leave them out")
 
     def run(self) -> Result:
-        store = self.store.open()
-        return self._overlaps(store) if self.run_b is None else self._distances(store, self.run_b)
+        from headscan.ranking.comparisons import comparable_scan
 
-    def _overlaps(self, store: Store) -> Result:
+        store = self.store.open()
+        scan = store.resolve_run(self.run_a, "scan")
+        run_a, run_b = str(scan["run_id"]), self.run_b
+        if self.run_a is None and self.one == _OneScan():
+            run_b = comparable_scan(store, scan)
+            if run_b is None and self.two != _TwoScans():
+                raise SelectionError(f"{store.path} has 1 scan of these heads (limit 2). Scan another model or corpus")
+        if self.run_a is None:
+            for run in (scan, *([store.resolve_run(run_b)] if run_b else [])):
+                say_run(run)
+        return self._overlaps(store, run_a) if run_b is None else self._distances(store, run_a, run_b)
+
+    def _overlaps(self, store: Store, run_a: str) -> Result:
         from headscan.ranking.comparisons import mask_overlap, score_overlap
         from headscan.text_tables import text_table
 
         overlap, quantile = mask_overlap if self.one.masks else score_overlap, self.one.quantile or 0.1
-        pairs = overlap(store, self.run_a, quantile, site=self.site).to_pylist()
+        pairs = overlap(store, run_a, quantile, site=self.site).to_pylist()
         say("intersection over union of what the scores pick, in percent")
-        return Result(pairs, lambda: text_table(_matrix(pairs)), {"run_a": self.run_a, "quantile": quantile})
+        return Result(pairs, lambda: text_table(_matrix(pairs)), {"run_a": run_a, "quantile": quantile})
 
-    def _distances(self, store: Store, run_b: str) -> Result:
+    def _distances(self, store: Store, run_a: str, run_b: str) -> Result:
         from headscan.ranking.comparisons import score_distance
         from headscan.text_tables import table_cells, text_table
 
         by_layer, scores = self.two.by_layer, self.two.scores or SCORES
-        rows = score_distance(store, self.run_a, run_b, scores=scores, by_layer=by_layer, site=self.site).to_pylist()
+        rows = score_distance(store, run_a, run_b, scores=scores, by_layer=by_layer, site=self.site).to_pylist()
         say("Wasserstein-1 distance of the scores' distributions; relative: divided by their pooled deviation")
         layer = {"layer": "layer"} if by_layer else {}
         columns = {"score": "score", **layer, "relative": "relative_distance", "distance": "distance"}
         columns |= {"mean a": "mean_a", "mean b": "mean_b"}
-        return Result(rows, lambda: text_table(table_cells(rows, columns)), {"run_a": self.run_a, "run_b": run_b})
+        return Result(rows, lambda: text_table(table_cells(rows, columns)), {"run_a": run_a, "run_b": run_b})
 
 
 def _matrix(pairs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

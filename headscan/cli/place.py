@@ -13,6 +13,7 @@ from headscan.cluster.placement_base import parse_bytes
 from headscan.model_spec import ModelSpec
 from headscan.options import Group, Option
 from headscan.steps.results import Json, Result
+from headscan.text_tables import counted
 
 if TYPE_CHECKING:
     from headscan.cluster.placement_base import ChosenPlacement, Node, Placement
@@ -264,7 +265,11 @@ def placement_lines(sizes: ModelSizes, nodes: tuple[Node, ...], placed: ChosenPl
                 "usable": size(device.usable),
             }
         )
-    layers = f"{sizes.num_layers} layers of up to {size(max(sizes.blocks))}" if sizes.blocks else "no list of blocks"
+    layers = (
+        f"{counted(sizes.num_layers, 'layer')} of up to {size(max(sizes.blocks))}"
+        if sizes.blocks
+        else "no list of blocks"
+    )
     return [
         f"model: {sizes.parameters / 1e6:,.1f} million parameters, {size(sizes.weights)}; {layers}, embedding "
         f"{size(sizes.embedding)}, head {'tied to it' if sizes.tied else size(sizes.head)}",
@@ -287,7 +292,7 @@ def _machine_lines(nodes: tuple[Node, ...]) -> list[str]:
         kinds.setdefault((node.gpus, node.memory, node.cpus), []).append(node.name)
     lines = []
     for (gpus, memory, cpus), names in kinds.items():
-        smallest = f"{len(gpus)} GPU{'s' * (len(gpus) > 1)} of {format_bytes(min(gpus))}" if gpus else "no GPU"
+        smallest = f"{counted(len(gpus), 'GPU')} of {format_bytes(min(gpus))}" if gpus else "no GPU"
         machine = names[0] if len(names) == 1 else f"{len(names)} nodes"
         lines.append(f"machines: {machine} with {smallest}, {cpus} CPU cores and {format_bytes(memory)} of RAM usable")
     return lines

@@ -6,15 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from headscan.catalog import BEHAVIOURS, RANKED_CRITERIA, SCORES, STATISTICS
+from headscan.catalog import ORDERS
 from headscan.cli.verb_base import StoreVerb, say_run
 from headscan.options import Option, Site
 from headscan.steps.results import Json, Result
+from headscan.text_tables import counted
 
 if TYPE_CHECKING:
     from headscan.store.store import Store
-
-_NAMES = tuple(dict.fromkeys([*SCORES, *STATISTICS, *BEHAVIOURS, *RANKED_CRITERIA]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +35,10 @@ class Rank(StoreVerb):
     by: Annotated[
         str,
         Option(
-            f"score, statistic, behaviour, importance, gate or effect: {', '.join(_NAMES)}",
+            f"score, statistic, behaviour, importance, gate or effect: {', '.join(ORDERS)}",
             metavar="NAME",
             kind="score",
-            names=_NAMES,
+            names=ORDERS,
         ),
     ] = "output_norm_ln"
     run_id: Annotated[
@@ -73,7 +72,11 @@ class Rank(StoreVerb):
         if kind == "scan" and "inactive in" in columns:
             count = store.query("SELECT count(*) AS n FROM sequences WHERE run_id = ?", [run["run_id"]])["n"][0]
             facts["sequences"] = count.as_py()
-            notes.append(f"inactive in: share of the {facts['sequences']:,} sequences")
+            notes.append(f"inactive in: share of {counted(facts['sequences'], 'sequence')}")
+        if self.by == "distant_mass":
+            from headscan.ranking.head_ranking import covering_window
+
+            notes += filter(None, [covering_window(store, run)])
         if kind == "importance":
             from headscan.ranking.head_ranking import halves_agreement
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from headscan.catalog import SCORES, STATISTICS
+from headscan.catalog import ORDERS
 from headscan.cli.verb_base import StoreVerb, say_run
 from headscan.options import Option
 from headscan.settings.evaluation_settings import LOSS_LIMITS, POINT_LIMITS
@@ -34,9 +34,10 @@ class Report(StoreVerb):
     scores: Annotated[
         tuple[str, ...],
         Option(
-            "comma-separated scores and statistics, the first of which the map shows first (default: output_norm_ln)",
+            "comma-separated measures as for `headscan rank --by`; the map begins with the first one that was measured "
+            "(default: output_norm_ln)",
             kind="score",
-            names=tuple(dict.fromkeys([*SCORES, *STATISTICS])),
+            names=ORDERS,
         ),
     ] = ()
     compare: Annotated[
@@ -65,7 +66,8 @@ class Report(StoreVerb):
 
     def run(self) -> None:
         from headscan.plans import load_plan
-        from headscan.report.write_report import comparable_scan, write_report
+        from headscan.ranking.comparisons import comparable_scan
+        from headscan.report.write_report import write_report
         from headscan.runs.progress import at_work
         from headscan.store.provenance import same_model
         from headscan.verdicts.answer_sheets import can_be_judged

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from headscan.cli.verb_base import StoreVerb, say_run
 from headscan.options import Option, Site
 from headscan.steps.results import Json, Result
-from headscan.text_tables import say
+from headscan.text_tables import counted, say
 
 if TYPE_CHECKING:
     from headscan.ranking.head_roles import HeadRoles, RoleHead
-
-#: Heads of a role that the table lists; `--heads` prints all.
-_LISTED = 8
-#: The command that measures each role.
-COMMANDS: dict[str, str] = {
-    "positional": "headscan scan MODEL --corpus TEXTS --panel full",
-    "confident": "headscan scan MODEL --corpus TEXTS --panel full",
-    "previous_token": "headscan probe MODEL",
-    "induction": "headscan probe MODEL",
-    "retrieval": "headscan probe MODEL",
-    "sink": "headscan scan MODEL --corpus TEXTS",
-    "low_output": "headscan scan MODEL --corpus TEXTS",
-    "inactive": "headscan ablate MODEL --each --corpus TEXTS",
-    "constant": "headscan ablate MODEL --each --replace mean --corpus TEXTS",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +59,17 @@ class Roles(StoreVerb):
             rows, columns = _head_rows(roles), _HEAD_COLUMNS
         else:
             rows, columns = _role_rows(roles), _ROLE_COLUMNS
-        notes = [f"not measured: {role}. Run `{COMMANDS[role]}`" for role in roles.missing]
+        notes = [f"not measured: {role}. Run `{role_command(role)}`" for role in roles.missing]
         return Result(rows, lambda: text_table(table_cells(rows, columns) or [_NO_HEADS]), facts, notes)
+
+
+def role_command(name: str) -> str:
+    """Return the command that measures a role."""
+    from headscan.store.views import ROLES
+
+    role = ROLES[name]
+    texts = ("--corpus", "TEXTS") if role.reads_texts else ()
+    return " ".join(("headscan", role.measured_by, "MODEL", *role.options, *texts))
 
 
 def _role_rows(roles: HeadRoles) -> list[dict[str, Any]]:
@@ -104,23 +98,17 @@ def _survival_rows(store: Any, roles: HeadRoles, name: str) -> list[dict[str, An
     mask = find_mask(store, name, roles.model)
     if mask.site != roles.site:
         raise SelectionError(f"mask {mask.name} is of site {mask.site}, not {roles.site}. Set --site {mask.site}")
-    say(f"without the {len(mask.heads)} heads of {mask.name}")
+    say(f"without {counted(len(mask.heads), 'head')} of {mask.name}")
     return [
         {"role": left.role, "had": left.had, "left": left.left, "at_random": left.at_random, "lost": left.lost}
         for left in survival(roles, mask.heads)
     ]
 
 
-def _listed(heads: tuple[RoleHead, ...], *, lowest: bool = False) -> str:
-    """Return the strongest heads as LAYER:HEAD, positional ones with their offset, and the number of the others. With
-    ``lowest``, a low number gives the role.
-    """
-    strongest = sorted(heads, key=lambda head: head.value if lowest else -head.value)
-    listed = [
-        f"{head.layer}:{head.head}" + ("" if head.key_offset is None else f"({head.key_offset:+d})")
-        for head in strongest[:_LISTED]
-    ]
-    return " ".join([*listed, *[f"and {len(heads) - _LISTED} more"] * (len(heads) > _LISTED)])
+def _strongest(heads: Sequence[RoleHead], rule: str = "") -> str:
+    from headscan.ranking.head_roles import strongest_words
+
+    return strongest_words(heads, lowest=rule.startswith("<"))
 
 
 #: Columns of the tables, as for `table_cells`.
@@ -131,7 +119,7 @@ _ROLE_COLUMNS: _Columns = {
     "threshold of": "threshold_source",
     "heads": lambda row: len(row["heads"]),
     "of": "measured",
-    "strongest": lambda row: _listed(row["heads"], lowest=row["rule"].startswith("<")),
+    "strongest": lambda row: _strongest(row["heads"], row["rule"]),
 }
 _HEAD_COLUMNS: _Columns = {"role": "role", "layer": "layer", "head": "head", "value": "value", "offset": "key_offset"}
 _SURVIVAL_COLUMNS: _Columns = {
@@ -139,7 +127,7 @@ _SURVIVAL_COLUMNS: _Columns = {
     "heads": "had",
     "remain": lambda row: len(row["left"]),
     "at random": "at_random",
-    "lost": lambda row: _listed(row["lost"]),
+    "lost": lambda row: _strongest(row["lost"]),
 }
 #: The only row of a table without heads.
 _NO_HEADS = {"role": "none", "layer": None, "head": None, "value": None, "offset": None}

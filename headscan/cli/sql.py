@@ -14,7 +14,7 @@ from headscan.cli.verb_base import StoreOptions, StoreVerb
 from headscan.errors import first_line
 from headscan.options import Option
 from headscan.steps.results import Json, Result
-from headscan.text_tables import printable_lines
+from headscan.text_tables import counted, printable_lines
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -120,7 +120,7 @@ def _print_table(table: pa.Table, options: Sql) -> None:
     named = [name for name in table.column_names if re.search(rf"\b{re.escape(name)}\b", options.query)]
     print(text_table(table.slice(0, options.rows).to_pylist(), table.column_names, keep=named))
     if table.num_rows > options.rows:
-        print(f"... {table.num_rows - options.rows} more rows: --rows or --format csv shows them")
+        print(f"... {counted(table.num_rows - options.rows, 'more row')}: --rows or --format csv shows them")
 
 
 def _without_lists(table: pa.Table) -> pa.Table:

@@ -12,7 +12,8 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 from headscan.errors import HeadscanError
-from headscan.options import BATCH_TOKENS, LONGEST_WAIT, Option, check_limits
+from headscan.options import BATCH_TOKENS, LONGEST_WAIT, Option, check_limits, short
+from headscan.text_tables import counted
 
 if TYPE_CHECKING:
     from headscan.models.loaded_model import Sharding
@@ -126,6 +127,7 @@ PLACEMENTS = {
 }
 
 
+@short
 @dataclass(frozen=True)
 class PlacementRequest:
     """The placement that a user requests; None leaves a choice to `placements.place`.
@@ -505,7 +507,7 @@ def too_large(need: int, has: int, where: str) -> str:
 
 def replicas_text(replicas: int) -> str:
     """Return ``1 replica`` or ``3 replicas``."""
-    return "1 replica" if replicas == 1 else f"{replicas} replicas"
+    return counted(replicas, "replica")
 
 
 def ranges_text(ranges: Sequence[LayerRange]) -> str:
@@ -554,6 +556,7 @@ def balanced_ranges(weights: Sequence[int], parts: int) -> tuple[LayerRange, ...
     return tuple(pairwise(best[len(weights)][1]))
 
 
+@short
 @dataclass(frozen=True)
 class Timeouts:
     """Timeouts of a pool on Ray, in seconds.

@@ -122,7 +122,7 @@ def answer_arms(
     the same batches, and the same digits, as an undisturbed one.
     """
     missing = {arm_id: {c.index for c in chunks if ledger.get(c.key(arm_id)) is None} for arm_id in arms}
-    with Progress(title, len(arms) * sum(len(chunk.hashes) for chunk in chunks), "requests") as progress:
+    with Progress(title, len(arms) * sum(len(chunk.hashes) for chunk in chunks), "request") as progress:
         progress.skip(sum(len(c.hashes) for left in missing.values() for c in chunks if c.index not in left))
         for arm_id, left in missing.items():
             if not left:

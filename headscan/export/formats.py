@@ -18,6 +18,7 @@ from headscan.errors import ExportError
 from headscan.model_spec import ModelSpec
 from headscan.options import Group, Option, check_limits
 from headscan.settings.saving_settings import Architecture, GgufType
+from headscan.text_tables import counted
 
 if TYPE_CHECKING:
     from headscan.export.servable_model import HeldSize
@@ -73,7 +74,7 @@ def _decilm(config: ExportConfig, store: Store | None) -> Exported:
     folder = str(written.folder)
     facts: dict[str, Any] = {"folder": folder, "heads": written.heads, "bytes": written.bytes}
     lines = [
-        f"{folder}: {written.heads} query heads in each layer with attention, {format_bytes(written.bytes)}",
+        f"{folder}: {counted(written.heads, 'query head')} in each layer with attention, {format_bytes(written.bytes)}",
         f"serve it with `vllm serve {quote(folder)} --trust-remote-code` (the code is the configuration's class)",
     ]
     if not written.has_ffn_mult:
@@ -351,6 +352,6 @@ def _layer_rows(windows: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 def _windows(windows: Mapping[str, Any]) -> str:
     layers = [layer for layer, kind in enumerate(windows["layer_types"]) if kind == "sliding_attention"]
     return (
-        f"{len(layers)} of {len(windows['layer_types'])} layers see {windows['sliding_window']} tokens: "
+        f"a window of {windows['sliding_window']} tokens in {len(layers)} of {len(windows['layer_types'])} layers: "
         f"{', '.join(map(str, layers))}"
     )

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from headscan.errors import GateError
-from headscan.options import Count, Limits, Option, check_limits
+from headscan.options import Count, Limits, Option, check_limits, short
 
 #: What the gates preserve: the model's loss on the texts, or the predictions of the model without gates.
 Objective = Literal["loss", "divergence"]
 
 
+@short
 @dataclass(frozen=True)
 class GateFitConfig:
     """Settings of a fit of gates.

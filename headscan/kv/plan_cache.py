@@ -108,9 +108,13 @@ class PlanCache(Cache):
             elif isinstance(mixed := layers[layer], LinearAttentionAndFullAttentionLayer):
                 layers[layer] = PlanMixedLayer(mixed.number_of_states, *arguments)
         super().__init__(layers=layers)
+        self._kept = kept
         # Layers that share the keys of others stay empty; only the configuration distinguishes them from missing ones.
         self._known_complete = config is not None
         register()
+
+    def __repr__(self) -> str:
+        return f"PlanCache({len(self.layers)} layers, {self._kept}, {self.get_seq_length()} tokens)"
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from headscan.errors import SequenceError
-from headscan.options import Count, Limits, Option, check_limits
+from headscan.options import Count, Limits, Option, check_limits, short
 
 
+@short
 @dataclass(frozen=True)
 class BehaviourProbe:
     """The sequences of a probe. The defaults of tokens and repeats are those of arXiv 2209.11895.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -100,6 +101,10 @@ class HeadPlan(PlanRecord):
     block: Positive | None = None
     chunk: Positive | None = None
 
+    def __repr__(self) -> str:
+        lines = self.summary()[: -len(self.notes) or None]
+        return f"HeadPlan({self.model.name}, method {self.method}: {'; '.join(lines)})"
+
     def __post_init__(self) -> None:
         self._check_count()
         check_chunk(self.chunk, self.block)
@@ -183,6 +188,12 @@ class HeadPlan(PlanRecord):
                 counts[layer.layer], sliding[layer.layer] = layer.num_key_value_heads, layer.sliding_window
         windows = [(*place, window) for place, window in self.windows.items() if window is not None]
         return replace(KeptKeys.of(windows, counts), block=self.block or 1, sliding=sliding)
+
+    @property
+    def digest(self) -> str:
+        """Six hexadecimal digits, equal for equal windows."""
+        windows = [(layer, head, *window.key) for layer, head, window in self.kept.windows]
+        return hashlib.sha256(json.dumps((self.block, self.chunk, windows)).encode()).hexdigest()[:6]
 
     @property
     def window_heads(self) -> list[KvHead]:

@@ -226,6 +226,9 @@ class PlannedModel(PlanRecord):
     layers: SomeRows[PlannedLayer]
     max_tokens: Positive | None = None
 
+    def __repr__(self) -> str:
+        return f"PlannedModel({self.name}, {self.dtype}, {len(self.layers)} of {self.num_layers} layers with attention)"
+
     def __post_init__(self) -> None:
         after = -1
         for layer in self.layers:

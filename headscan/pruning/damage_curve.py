@@ -49,11 +49,7 @@ def layer_moments(
     fishers: dict[int, Tensor] = {}
     total = 0.0
     batches = list(calibration.batches(lm.device))
-    with (
-        torch.inference_mode(False),
-        edited(lm, edits),
-        steps("moments of all layers", len(batches), "batches") as done,
-    ):
+    with torch.inference_mode(False), edited(lm, edits), steps("moments of all layers", len(batches), "batch") as done:
         for batch in batches:
             total += _add_moments(lm, batch, grams, fishers)
             done()

@@ -302,7 +302,7 @@ class Divergence:
         self._hashes = [hash_of(tuple(each.tolist() for each in vars(batch).values())) for batch in self._batches]
         self._expected: list[Tensor] = []
         self._entropy = 0.0
-        with torch.no_grad(), self._work.steps("predictions of the whole model", len(self._batches), "batches") as done:
+        with torch.no_grad(), self._work.steps("predictions of the whole model", len(self._batches), "batch") as done:
             for batch in self._batches:
                 expected = logits(lm, batch)
                 negated_entropies = []
@@ -336,7 +336,7 @@ class Divergence:
         totals = {layer: [-self._entropy] * len(of_layer) for layer, of_layer in candidates.items()}
         missing = [self._missing(batch, candidates, below) for batch in self._hashes]
         count = sum(len(of_layer) for of_batch in missing for of_layer in of_batch.values())
-        with self._work.steps("damage of removed heads", count, "measurements") as done:
+        with self._work.steps("damage of removed heads", count, "measurement") as done:
             for number, (batch, of_batch) in enumerate(zip(self._hashes, missing, strict=True)):
                 for key, value in self._measured(number, of_batch, below):
                     known.add(key, value)

@@ -107,7 +107,7 @@ class SelectionStage:
         work = work or LongWork()
         self.curves: dict[int, DamageCurve] = {}
         sites = [site for site in lm.grid.sites if units[site.layer]]
-        with work.steps("best subsets of heads", len(sites), "layers") as done:
+        with work.steps("best subsets of heads", len(sites), "layer") as done:
             for site in sites:
                 of_layer = (moments[site.layer], units[site.layer])
                 numbers = None if allowed is None else allowed[site.layer]
@@ -319,7 +319,7 @@ class HeadSelection:
         if not self._config.tries:
             return stage.heads(counts)
         self._work.say(f"comparing up to {self._config.tries} choices of {count} {self._unit}s near the best one")
-        with self._work.steps("choices near the best one", 1 + self._config.tries, "choices") as done:
+        with self._work.steps("choices near the best one", 1 + self._config.tries, "choice") as done:
             return best_nearby(stage, counts, self._original.repaired_damage, self._config.tries, done)
 
     @cached_property
@@ -368,7 +368,7 @@ class HeadSelection:
             last = self._stages[-1]
             texts = self._calibration.first(self._config.moment_tokens)
             removed = last.heads(last.choose(last.more))
-            with self._work.steps("repairing between the stages", self._lm.grid.num_layers, "layers") as step:
+            with self._work.steps("repairing between the stages", self._lm.grid.num_layers, "layer") as step:
 
                 def done(layer: int) -> None:
                     step()

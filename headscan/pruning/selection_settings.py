@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from headscan.errors import PruningError
-from headscan.options import Count, Limits, Option, check_limits
+from headscan.options import Count, Limits, Option, check_limits, short
 
 
+@short
 @dataclass(frozen=True)
 class SelectionConfig:
     """Effort of the choice.

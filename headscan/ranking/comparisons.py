@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pyarrow as pa
 
@@ -75,3 +76,15 @@ def _overlap(store: Store, macro: str, run_id: str, what: str, share: float, sit
             f" {what} or site, or scan with more scores"
         )
     return rows
+
+
+def comparable_scan(store: Store, scan: Mapping[str, Any]) -> str | None:
+    """Return the id of the newest other finished scan with the same heads; None if there is none."""
+    for run in store.runs("scan"):
+        if run["run_id"] != scan["run_id"] and run["status"] == "finished" and _places(run) == _places(scan):
+            return str(run["run_id"])
+    return None
+
+
+def _places(run: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    return sorted((site["site"], site["layer"], site["num_attention_heads"]) for site in run["grid"] or ())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -323,3 +323,17 @@ def rank_behaviours(
             f" {behaviour} with `headscan probe`"
         )
     return heads
+
+
+def covering_window(store: Store, scan: Mapping[str, Any]) -> str:
+    """Return why no head of a scan has distant mass, if no text is longer than the window; empty otherwise."""
+    config = scan["config"] or {}
+    sink, recent = (int(config.get(name) or 0) for name in ("sink", "recent"))
+    row = store.query("SELECT max(tokens) AS longest FROM sequences WHERE run_id = ?", [scan["run_id"]]).to_pylist()[0]
+    longest = int(row["longest"] or 0)
+    if "recent" not in config or longest > sink + recent:
+        return ""
+    return (
+        f"distant_mass is 0 for every head: the longest text has {longest:,} tokens, and the window of {sink} first and"
+        f" {recent} last tokens covers it"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,6 +35,10 @@ class RoleVerdicts:
     measured: int
     heads: tuple[RoleHead, ...]
 
+    def strongest(self) -> str:
+        """Return `strongest_words` of the heads."""
+        return strongest_words(self.heads, lowest=ROLES[self.role].comparison == "<")
+
 
 @dataclass(frozen=True)
 class HeadRoles:
@@ -43,8 +47,8 @@ class HeadRoles:
     """
 
     site: str
-    model: dict[str, Any]
-    runs: tuple[dict[str, Any], ...]
+    model: Mapping[str, Any]
+    runs: tuple[Mapping[str, Any], ...]
     found: tuple[RoleVerdicts, ...]
     missing: tuple[str, ...]
 
@@ -60,6 +64,22 @@ class Survival:
     left: tuple[RoleHead, ...]
     lost: tuple[RoleHead, ...]
     at_random: float
+
+
+#: Heads of a role that tables list.
+_LISTED = 8
+
+
+def strongest_words(heads: Sequence[RoleHead], *, lowest: bool = False) -> str:
+    """Return the strongest heads as LAYER:HEAD, positional ones with their offset, and the number of the others. With
+    ``lowest``, a low number gives the role.
+    """
+    strongest = sorted(heads, key=lambda head: head.value if lowest else -head.value)
+    listed = [
+        f"{head.layer}:{head.head}" + ("" if head.key_offset is None else f"({head.key_offset:+d})")
+        for head in strongest[:_LISTED]
+    ]
+    return " ".join([*listed, *[f"and {len(heads) - _LISTED} more"] * (len(heads) > _LISTED)])
 
 
 def read_roles(store: Store, runs: Sequence[str] = (), *, site: str = "self") -> HeadRoles:
@@ -78,25 +98,37 @@ def read_roles(store: Store, runs: Sequence[str] = (), *, site: str = "self") ->
                 f"run {run['run_id']} is of {run['model']}, another model than {model['model']} of run"
                 f" {model['run_id']}. Name runs of one model"
             )
-    candidates = named + [run for run in finished if run not in named and same_model(run, model)]
-    with store.reading():
-        of_site = _found(store, candidates, site)
-    if not of_site:
+    roles = _roles_from(store, named + [run for run in finished if run not in named and same_model(run, model)], site)
+    if not roles.found:
         raise SelectionError(
             f"no run of {model['model']} measured a role at site {site}. Choose another site, or run `headscan scan`"
         )
+    return roles
+
+
+def roles_of(store: Store, scan: Mapping[str, Any], site: str) -> HeadRoles:
+    """Return the roles of a scanned model's heads: from the scan, and from the newest finished runs of the model."""
+    others = (run for run in store.runs() if run["kind"] in _KINDS and run["status"] == "finished")
+    same = [run for run in others if run["run_id"] != scan["run_id"] and same_model(run, scan)]
+    return _roles_from(store, [scan, *same], site)
+
+
+def _roles_from(store: Store, runs: Sequence[Mapping[str, Any]], site: str) -> HeadRoles:
+    """Return the roles of a site, each from the first run, of at least one, that measured it."""
+    with store.reading():
+        of_site = _found(store, runs, site)
     used = {verdicts.run_id for verdicts in of_site}
     measured = {verdicts.role for verdicts in of_site}
     return HeadRoles(
         site,
-        model,
-        tuple(run for run in candidates if run["run_id"] in used),
+        runs[0],
+        tuple(run for run in runs if run["run_id"] in used),
         tuple(of_site),
         tuple(role for role in ROLES if role not in measured),
     )
 
 
-def find_mask(store: Store, name: str, model: dict[str, Any]) -> Mask:
+def find_mask(store: Store, name: str, model: Mapping[str, Any]) -> Mask:
     """Return a mask of a model (a row of ``runs``) by name or id, or by the name of an arm: fixed heads, or a pruned
     model.
     """
@@ -149,7 +181,7 @@ def _named(known: Sequence[dict[str, Any]], prefix: str) -> dict[str, Any]:
     return matching[0]
 
 
-def _found(store: Store, runs: Sequence[dict[str, Any]], site: str) -> list[RoleVerdicts]:
+def _found(store: Store, runs: Sequence[Mapping[str, Any]], site: str) -> list[RoleVerdicts]:
     """Return the roles of a site, each from the first run that measured it, in the order of `ROLES`."""
     verdicts: dict[str, RoleVerdicts] = {}
     for run in runs:

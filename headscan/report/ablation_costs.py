@@ -23,7 +23,8 @@ from headscan.store.provenance import same_model
 from headscan.store.records import ArmKind
 from headscan.store.store import Store
 from headscan.store.tables import LOSS
-from headscan.store.verdict_limits import MARGIN, MIN_ABOVE_CHANCE, MIN_RETAINED, MIN_SAFE_TEXTS
+from headscan.store.verdict_limits import MARGIN, MIN_ABOVE_CHANCE, MIN_RETAINED, MIN_SAFE_TEXTS, points_words
+from headscan.text_tables import counted
 from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.confirmation import SweepChoice, judge_sweep
 from headscan.verdicts.criterion_points import (
@@ -102,7 +103,7 @@ def _best(curves: Sequence[Curve]) -> str:
     if best.safe_share is None:
         if texts < MIN_SAFE_TEXTS:
             return (
-                f"{texts:,} questions cannot show that an arm is safe within {MARGIN:g} point: at least"
+                f"{counted(texts, 'question')} cannot show that an arm is safe within {MARGIN:g} point: at least"
                 f" {MIN_SAFE_TEXTS} are needed. Sweep with more questions."
             )
         return "The model answers too few questions right to show that an arm is safe."
@@ -137,11 +138,15 @@ _MOST_UNFOLDED = 20
 
 #: Definition of the difference in every figure and table of the section.
 _DIFFERENCE = (
-    "difference to the baseline on the same questions with its 95 % interval (Gaffke's bound over independent texts),"
-    " and McNemar's exact test. The dashed line is one point below the baseline. Answers among choices are judged by"
-    " the expected accuracy, the mean probability of the right choice, others by the count. An arm is safe if the whole"
-    " interval of that lies above the limit (one point by default), the count shows no larger loss, and no single task"
-    " loses more (with intervals widened for the number of tasks)"
+    "on the same questions, with 95 % intervals (Gaffke's bound over independent texts) and McNemar's exact test. The"
+    f" dashed line is {points_words(MARGIN)} below the baseline. Answers among choices are judged by the expected"
+    " accuracy, the mean probability of the right choice, others by the count. An arm is safe if the whole interval of"
+    " that lies above the limit, the count shows no larger loss, and no single task loses more, with intervals widened"
+    " for the number of tasks."
+)
+_RECALL = (
+    "Recall left is the share of what the model itself recalls beyond guessing. A safe arm keeps at least"
+    f" {MIN_RETAINED:.0f} % of it, and is not shown to lose more than {points_words(MARGIN)} of the recall answers."
 )
 
 #: Above the verdicts on all arms of a sweep.
@@ -158,13 +163,13 @@ def arms_section(
     selects and judges them on different questions.
     """
     tasks = evaluation["corpus"]
-    what = _DIFFERENCE if verdict.arms else "no task has right answers, so there is no accuracy to compare"
-    recall = (
-        f" and it keeps at least {MIN_RETAINED:.0f} % of what the model recalls beyond guessing"
-        if any(arm.recall for arm in verdict.arms)
-        else ""
-    )
-    parts = [pages.paragraph(f"Heads ablated{f' on {tasks}' if tasks else ''}: {what}{recall}.", "note")]
+    on = f" on {tasks}" if tasks else ""
+    if verdict.arms:
+        note = f"Differences to the baseline{on}, {_DIFFERENCE}"
+        note += f" {_RECALL}" if any(arm.recall for arm in verdict.arms) else ""
+    else:
+        note = f"Arms{on}: no task has right answers, so there is no accuracy to compare."
+    parts = [pages.paragraph(note, "note")]
     if verdict.progress:
         parts.append(pages.paragraph(f"{verdict.progress}: the curves and verdicts cover only these.", "warning"))
     curves = read_curves(store, evaluation["run_id"], verdict.unrecorded)
@@ -184,7 +189,8 @@ def arms_section(
         parts.append(pages.folded(f"All {len(verdict.arms)} arms, one by one", "\n".join(arms)))
     else:
         parts += arms
-    return pages.section("What ablating heads costs", parts, ABLATION)
+    ablates = all(arm.kind.ablates for arm in verdict.by_name.values())
+    return pages.section("What ablating heads costs" if ablates else "What each arm costs", parts, ABLATION)
 
 
 def _recall_parts(verdict: Verdict) -> list[str]:
@@ -221,7 +227,7 @@ def _arm_table(verdict: Verdict) -> list[str]:
     cells: dict[str, Callable[[ArmVerdict], str]] = {
         "arm": lambda arm: arm.name,
         "kind": lambda arm: arm.kind.label,
-        "ablated": lambda each: percent(each.arm.ablated_share),
+        "ablated": lambda each: percent(each.arm.ablated_share or None),
         "questions": lambda arm: f"{arm.paired.questions:,}",
         "accuracy": lambda arm: f"{arm.paired.arm:.2f}",
         "difference": lambda arm: f"{arm.paired.difference:+.2f}",
@@ -238,8 +244,8 @@ def _arm_table(verdict: Verdict) -> list[str]:
     return [
         pages.columns(verdict.arms, cells, texts=2),
         pages.paragraph(
-            f"Accuracy in %, baseline {baseline:.2f}; differences in points{progress}. Worst task: the task with the"
-            " clearest loss. Recall left: share of the baseline's accuracy beyond guessing, with its 95 % interval.",
+            f"Accuracy in %, baseline {baseline:.2f}; differences in points{progress}."
+            + " Worst task: the task with the clearest loss." * several,
             "note",
         ),
     ]
@@ -273,7 +279,7 @@ def _site_parts(run: Mapping[str, Any], points: Sequence[SitePoint]) -> str:
     baseline = f"Run {run['run_id']} on {run['corpus']}: {title} {scale * first.effect.baseline:.{digits}f} without"
     parts = [
         pages.paragraph(_SITE_NOTE, "note"),
-        pages.paragraph(f"{baseline} ablation, on {first.effect.n} examples."),
+        pages.paragraph(f"{baseline} ablation, on {counted(first.effect.n, 'example')}."),
     ]
     parts.append(pages.figure(site_figure(points), "criteria-by-site"))
     for site in dict.fromkeys(point.site for point in points):

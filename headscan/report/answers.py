@@ -13,18 +13,21 @@ import numpy as np
 
 from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK
 from headscan.plans import HeadPlan
+from headscan.ranking.head_roles import HeadRoles
 from headscan.report.ablation_costs import ABLATION
 from headscan.report.head_data import HeadData, SiteNumbers
 from headscan.report.head_measures import HEAD_TABLES
 from headscan.report.page_parts import stored_sequences
-from headscan.report.saving_costs import CACHE, REMOVAL, cache_left
-from headscan.report.sections import HEAD_PLAN, INACTIVE, RANKED_BY
+from headscan.report.saving_costs import CACHE, REMOVAL
+from headscan.report.sections import BEHAVING, HEAD_PLAN, INACTIVE, RANKED_BY
 from headscan.store.head_spread import Spread, inactive_counts
 from headscan.store.records import ArmKind
 from headscan.store.scan_tables import INACTIVE_QUANTILE, MOSTLY
 from headscan.store.store import Store
 from headscan.store.tables import LOSS
 from headscan.store.verdict_limits import points_words
+from headscan.store.views import ROLES
+from headscan.text_tables import counted
 from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.confirmation import SweepChoice
 from headscan.verdicts.judge import Verdict
@@ -182,8 +185,8 @@ def _not_shown(best: ArmVerdict, what: str) -> tuple[str, str]:
         needed = about(best.questions_needed)
         return (
             "Too few questions",
-            f"{best.paired.questions:,} questions cannot show it: about {needed} are needed to exclude a loss of"
-            f" {points_words(best.max_points)}, if there is none.",
+            f"{counted(best.paired.questions, 'question')} cannot show it: about {needed} are needed to exclude a loss"
+            f" of {points_words(best.max_points)}, if there is none.",
         )
     kept = "recall" if best.value(LOSS) is None else "recall and the loss of text"
     limit = points_words(best.max_points)
@@ -272,7 +275,7 @@ def _cost(arm: ArmVerdict, what: str) -> str:
     p = arm.paired
     recall = ", ".join(each.words() for each in arm.judged_recall)
     text = (
-        f"{arm.name}: {what} accuracy by {p.interval.words(unit=' points')} on {p.questions:,} questions"
+        f"{arm.name}: {what} accuracy by {p.interval.words(unit=' points')} on {counted(p.questions, 'question')}"
         f" (baseline {p.baseline:.1f} %)"
     )
     left = f"; recall left: {recall}" if recall else ""
@@ -339,6 +342,11 @@ class InactiveHeads:
     def headline(self) -> str:
         return f"Perhaps {len(self.heads):,} of {self.total:,}" if self.heads else "Not tested"
 
+    @property
+    def untested(self) -> str:
+        """The beginning of the words below a headline that names a number."""
+        return "Not tested. " if self.heads else ""
+
     def words(self) -> str:
         """Return the heads by name, at most a few of them."""
         if not self.heads:
@@ -365,7 +373,7 @@ def ablation_answer(
     if not arms:
         by = ("--score", inactive.score) if inactive.score else ()
         prove = commands.on_model("evaluate", *commands.tasks, *by, "--share", inactive.share, "--controls", "19")
-        detail = f"Not tested. {inactive.words()} The command ablates as many heads and tests what that costs."
+        detail = f"{inactive.untested}{inactive.words()} The command ablates as many heads and tests what that costs."
         return ReportAnswer(ABLATED_QUESTION, inactive.headline, detail, "missing", INACTIVE, prove)
     best = _best(arms)
     how = _how([choice for choice in choices if choice.verdict is best], len(tried))
@@ -376,10 +384,11 @@ def _how(choices: Sequence[SweepChoice], tried: int) -> str:
     if not choices:
         return "" if tried < 2 else f" It is one of {tried} tested arms; their intervals are not corrected for that."
     best = choices[0]
+    arms = counted(best.candidates, "arm")
     if best.confirmed:
         wide = f" by intervals widened for {best.comparisons} judged arms" if best.comparisons > 1 else ""
-        return f" Half of the questions selected it among {best.candidates} arms, and the others judge it{wide}."
-    return f" The same questions selected it among {best.candidates} arms, so the interval is too optimistic."
+        return f" Half of the questions selected it among {arms}, and the others judge it{wide}."
+    return f" The same questions selected it among {arms}, so the interval is too optimistic."
 
 
 def pruning_answer(verdict: Verdict | None, inactive: InactiveHeads, commands: Commands) -> ReportAnswer:
@@ -391,8 +400,8 @@ def pruning_answer(verdict: Verdict | None, inactive: InactiveHeads, commands: C
     if not pruned:
         which = "as many as are inactive" if inactive.heads else "one in twenty"
         why = (
-            f"Not tested. The number of inactive heads is a first size to try. The command removes {which}, which it"
-            " chooses itself, repairs what remains, and tests the smaller model."
+            f"{inactive.untested}The number of inactive heads is a first size to try. The command removes {which},"
+            " which it chooses itself, repairs what remains, and tests the smaller model."
         )
         return ReportAnswer(REMOVED_QUESTION, inactive.headline, why, "missing", INACTIVE, command)
     judged = [arm for arm in pruned if arm.accuracy is not None]
@@ -429,35 +438,55 @@ def answers_of(
     data: HeadData,
     verdict: Verdict | None,
     choices: Sequence[SweepChoice],
+    cache: tuple[int | None, Mapping[str, float]],
     plan: HeadPlan | None,
     plan_file: str | Path | None,
     given: Sequence[ReportAnswer] = (),
 ) -> list[ReportAnswer]:
-    """Return the answers in the order of the page, missing ones included; those that are ``given`` replace others."""
+    """Return the answers in the order of the page, missing ones included. Those of a study are ``given``, and answer
+    what it asked. ``cache`` is as `cache_left` returns it.
+    """
     commands = Commands.of(scan, store.path, plan_file)
     site = data.sites[0]
-    tokens, left = (None, {}) if verdict is None else cache_left(verdict)
+    tokens, left = cache
     inactive, hint = InactiveHeads.of(site), CacheHint.of(store, scan, site)
-    answers = [
+    roles = roles_answer(site.roles, len(site.heads), commands)
+    if given:
+        return [*(answer for question in _QUESTIONS for answer in given if answer.question == question), roles]
+    return [
         inactive_answer(site.spreads, inactive, commands),
         ablation_answer(verdict, choices, inactive, commands),
         pruning_answer(verdict, inactive, commands),
         cache_answer(verdict, left, tokens, plan, hint, commands),
+        roles,
     ]
-    known = {answer.question: answer for answer in given}
-    return [*(known.get(answer.question, answer) for answer in answers), *_missing_tables(data, commands)]
 
 
-def _missing_tables(data: HeadData, commands: Commands) -> list[ReportAnswer]:
-    """Return one answer on the tables of heads that the store lacks; empty without any."""
-    missing = [table for table in HEAD_TABLES if table.group not in data.runs]
-    if not missing:
-        return []
-    *others, last = [table.group.lower() for table in missing]
-    names = f"{', '.join(others)} or {last}" if others else last
-    verbs = "\n".join(
-        commands.on_model(table.kind, *table.options, *(commands.own_texts if table.reads_texts else ()))
-        for table in missing
+#: Questions of a study, in the order of the page.
+_QUESTIONS = (ABLATED_QUESTION, REMOVED_QUESTION, CACHE_QUESTION)
+
+
+def roles_answer(roles: HeadRoles, heads: int, commands: Commands) -> ReportAnswer:
+    """Return how many of the ``heads`` have a role, with the number of each role and the commands for missing ones."""
+    of_role = {of.role: of.heads for of in roles.found}
+    with_role = {(each.layer, each.head) for own in of_role.values() for each in own}
+    counts = ", ".join(f"{name} {len(own)}" for name, own in of_role.items())
+    detail = f"Heads by role: {counts}. A head may have several." if counts else ""
+    if roles.missing:
+        detail = f"{detail} Not measured: {', '.join(roles.missing)}.".strip()
+    missing = [ROLES[name] for name in roles.missing]
+    lines = dict.fromkeys(
+        commands.on_model(role.measured_by, *role.options, *(commands.own_texts if role.reads_texts else ()))
+        for role in missing
     )
-    detail = f"The store has no {names} of this model's heads, so the map lacks them."
-    return [ReportAnswer("What do the heads do?", "Not measured", detail, "missing", None, verbs)]
+    headline = f"{len(with_role):,} of {heads:,} have a role" if counts else "Not measured"
+    link = BEHAVING if counts else None
+    return ReportAnswer(
+        "What do the heads do?", headline, detail, "known" if counts else "missing", link, "\n".join(lines) or None
+    )
+
+
+def missing_tables(data: HeadData, commands: Commands) -> list[tuple[str, str]]:
+    """Return the tables of heads that the store lacks, each with the verb that measures it."""
+    missing = [table for table in HEAD_TABLES if table.group not in data.runs]
+    return [(table.group, shlex.join(["headscan", table.kind, commands.model[0], *table.options])) for table in missing]

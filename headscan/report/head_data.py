@@ -12,6 +12,8 @@ import numpy as np
 
 from headscan.catalog import SCORES
 from headscan.plans import HeadClass, HeadPlan, PlannedHead
+from headscan.ranking.head_ranking import covering_window
+from headscan.ranking.head_roles import HeadRoles, roles_of
 from headscan.report.head_measures import HeadMeasure, SiteMeasures, read_head_tables, scanned_measure
 from headscan.report.page_parts import compressed
 from headscan.store.head_spread import QUANTILES, SiteSummary, Spread
@@ -63,11 +65,12 @@ _MOST_SETS = 300
 
 @dataclass(frozen=True)
 class SiteNumbers:
-    """One site with its measures, and the spreads of scanned ones by name."""
+    """One site with its measures, the spreads of scanned ones by name, and the roles of its heads."""
 
     heads: SiteHeads
     numbers: SiteMeasures
     spreads: Mapping[str, Spread]
+    roles: HeadRoles
 
     def overlaps(self) -> list[dict[str, Any]]:
         """Return all pairs of scores that pick any (sequence, head) beyond the `INACTIVE_QUANTILE` of the pool, as the
@@ -87,11 +90,14 @@ class SiteNumbers:
 
 @dataclass(frozen=True)
 class HeadData:
-    """Sites of a scan, the runs of the tables by group, and the compared scan; None without one."""
+    """Sites of a scan, the runs of the tables by group, and the compared scan; None without one. ``covered`` is what
+    `covering_window` returns.
+    """
 
     sites: tuple[SiteNumbers, ...]
     runs: Mapping[str, Mapping[str, Any]]
     compared: Mapping[str, Any] | None
+    covered: str = ""
 
 
 def read_head_data(
@@ -107,17 +113,21 @@ def read_head_data(
     """
     others = {} if compared is None else {site.heads.site: site for site in store.summaries(compared["run_id"])}
     sites = []
+    covered = covering_window(store, scan)
     runs: dict[str, Mapping[str, Any]] = {}
     for heads, spreads in store.summaries(scan["run_id"]):
         means = _other_means(heads, others.get(heads.site))
-        scanned = [scanned_measure(name, spread, means.get(name)) for name, spread in spreads.items()]
+        scanned = [
+            scanned_measure(name, spread, means.get(name), covered if name == "distant_mass" else "")
+            for name, spread in spreads.items()
+        ]
         tables, of_tables = read_head_tables(store, scan, heads)
         runs |= of_tables
         planned = [] if plan is None else plan_measures(plan, heads)
         sets = {} if evaluation_id is None else _ablated_sets(store, evaluation_id, heads)
         numbers = SiteMeasures((*scanned, *tables, *planned), sets)
-        sites.append(SiteNumbers(heads, numbers, spreads))
-    return HeadData(tuple(sites), runs, compared if others else None)
+        sites.append(SiteNumbers(heads, numbers, spreads, roles_of(store, scan, heads.site)))
+    return HeadData(tuple(sites), runs, compared if others else None, covered)
 
 
 def _other_means(heads: SiteHeads, other: SiteSummary | None) -> dict[str, np.ndarray]:
@@ -159,7 +169,8 @@ def page_data(data: HeadData, first: Sequence[str]) -> str:
         for site in data.sites
     ]
     names = [measure.name for measure in data.sites[0].numbers.measures]
-    start = next((name for name in first if name in names), names[0] if names else None)
+    known = {**{name: name for name in names}, "effect": next((name for name in names if _is_effect(name)), None)}
+    start = next(filter(None, map(known.get, first)), names[0] if names else None)
     payload = {
         "quantiles": list(QUANTILES),
         "start": start,
@@ -167,3 +178,8 @@ def page_data(data: HeadData, first: Sequence[str]) -> str:
         "sites": sites,
     }
     return compressed(json.dumps(payload, allow_nan=False, separators=(",", ":")).encode())
+
+
+def _is_effect(measure: str) -> bool:
+    """Return True for a measure of `effect_definition`, which has a name for each replacement and metric."""
+    return measure.startswith("harm_")

@@ -80,8 +80,8 @@ def packed(values: np.ndarray) -> str:
     return base64.b64encode(np.asarray(values, dtype="<f4").tobytes()).decode()
 
 
-def scanned_measure(name: str, spread: Spread, other: np.ndarray | None = None) -> HeadMeasure:
-    """Return a score or statistic of a scan."""
+def scanned_measure(name: str, spread: Spread, other: np.ndarray | None = None, remark: str = "") -> HeadMeasure:
+    """Return a score or statistic of a scan; a ``remark`` follows its definition."""
     score = SCORES.get(name)
     statistic = STATISTICS[name if score is None else score.statistic]
     normalised = score is not None and score.normaliser is not None
@@ -93,7 +93,7 @@ def scanned_measure(name: str, spread: Spread, other: np.ndarray | None = None) 
         name,
         "Statistics" if score is None else f"Scores ({'normalised' if normalised else 'plain'})",
         spread.mean,
-        f"{formula} ({statistic.source}); mean over sequences",
+        f"{formula} ({statistic.source}); mean over sequences" + f"; {remark}" * bool(remark),
         "ratio" if normalised else statistic.unit,
         None if score is None else score.inactive,
         scale,
@@ -164,7 +164,6 @@ class HeadTable:
         query: SQL with the columns ``site, layer, head, name, value, std``, where ``?`` is the run.
         define: Returns the definition of a name.
         options: Options of the verb.
-        reads_texts: True if the verb needs a corpus.
     """
 
     group: str
@@ -172,7 +171,6 @@ class HeadTable:
     query: str
     define: Callable[[str], Definition]
     options: tuple[str, ...] = ()
-    reads_texts: bool = True
 
 
 _IMPORTANCE_NAMES = (*IMPORTANCES, "mean_gate_gradient")
@@ -183,7 +181,6 @@ HEAD_TABLES: tuple[HeadTable, ...] = (
         "probe",
         "SELECT site, layer, head, behaviour AS name, value, NULL::DOUBLE AS std FROM head_behaviours WHERE run_id = ?",
         behaviour_definition,
-        reads_texts=False,
     ),
     HeadTable(
         "Importance",

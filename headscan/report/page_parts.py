@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import base64
 import gzip
-import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape, unescape
 from itertools import pairwise
@@ -21,6 +20,7 @@ from plotly.offline import get_plotlyjs
 
 from headscan.store.provenance import provenance_changes
 from headscan.store.store import Store
+from headscan.text_tables import counted
 
 #: What a row of a table shows.
 Item = TypeVar("Item")
@@ -116,11 +116,28 @@ def figure(plot: go.Figure, identity: str) -> str:
     )
 
 
-def one_line(value: Any) -> str:
-    """Return a decoded JSON value as unescaped text."""
+def shown_settings(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Return name and value of decoded JSON data in words, without empty values."""
+    for name, value in values.items():
+        if text := _in_words(value):
+            yield name.replace("_", " "), text
+
+
+def _in_words(value: Any) -> str:
+    """Return a decoded JSON value in words; empty for null and for collections without values."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{k}: {v if isinstance(v, str | int | float) else json.dumps(v)}" for k, v in value.items())
-    return value if isinstance(value, str) else json.dumps(value)
+        others = ", ".join(f"{name} {text}" for name, text in shown_settings(value) if name != "name")
+        return " ".join(filter(None, [value["name"], f"({others})" * bool(others)])) if value.get("name") else others
+    if isinstance(value, list | tuple):
+        nested = any(isinstance(each, Mapping | list | tuple) for each in value)
+        return ("; " if nested else ", ").join(filter(None, map(_in_words, value)))
+    return " ".join(str(value).split())
 
 
 _FOLDER = Path(__file__).parent / "templates"
@@ -206,11 +223,11 @@ def measured_section(run: Mapping[str, Any], row: Mapping[str, Any]) -> str:
             ("Model", run["model"] + (f" at {run['model_revision']}" if run["model_revision"] else "")),
             ("Heads", _grid_text(run)),
             ("Corpus", run["corpus"]),
-            ("Sequences", f"{row['sequences']:,} of {row['shortest'] or 0:,} to {row['longest'] or 0:,} tokens"),
+            ("Sequences", f"{row['sequences']:,} of {_span(row['shortest'] or 0, row['longest'] or 0)}"),
             ("Tokens", f"{row['tokens']:,}"),
             ("Data type", run["dtype"]),
             ("Attention path", run["attention_path"]),
-            ("Sequence start", run["bos_policy"]),
+            ("BOS token", run["bos_policy"]),
             ("Date", date_text(run["started_at"])),
             ("Versions", ", ".join(versions) or None),
         ]
@@ -218,19 +235,29 @@ def measured_section(run: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     return section("What was measured", [measured], "measured")
 
 
+def _span(least: int, most: int) -> str:
+    return counted(most, "token") if least == most else f"{least:,} to {most:,} tokens"
+
+
 def _grid_text(run: Mapping[str, Any]) -> str:
     grid = [site for site in run["grid"] or () if site["site"] == "self"]
-    text = f"{_counted(run['num_layers'], 'layer')}, {_counted(run['num_heads'], 'query head')}"
+    heads = sorted({site["num_attention_heads"] for site in grid}) or [run["num_heads"]]
+    text = f"{counted(run['num_layers'], 'layer')}, each with {_either(heads, 'query head')}"
     kv_heads = sorted({site["num_key_value_heads"] for site in grid})
     if kv_heads:
-        text += f", {' or '.join(map(str, kv_heads))} KV heads"
+        text += f" and {_either(kv_heads, 'KV head')}"
     if bounded := sum(site["sliding_window"] is not None for site in grid):
-        text += f"; {_counted(bounded, 'layer')} with a sliding window"
+        text += f"; {counted(bounded, 'layer')} with a sliding window"
     if 0 < len(grid) < run["num_layers"]:
-        text += f"; {_counted(len(grid), 'layer')} with attention"
+        text += f"; {counted(len(grid), 'layer')} with attention"
     if others := dict.fromkeys(site["site"] for site in run["grid"] or () if site["site"] != "self"):
         text += f"; also {' and '.join(others)} attention"
     return text
+
+
+def _either(counts: Sequence[int], noun: str) -> str:
+    *others, last = counts
+    return " or ".join([*map(str, others), counted(last, noun)])
 
 
 def provenance_section(runs: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
@@ -261,8 +288,8 @@ def _run_facts(run: Mapping[str, Any]) -> str:
             ("Corpus hash", run["corpus_hash"]),
             ("Started", date_text(run["started_at"])),
             ("Ended", date_text(run["finished_at"])),
-            ("Options", one_line(run["config"]) if run["config"] else None),
-            ("Corpus report", one_line(run["report"]) if run["report"] else None),
+            ("Options", _listed(run["config"])),
+            ("Corpus report", _listed(run["report"])),
             ("headscan", run["code_version"]),
             ("Packages", packages or None),
             ("Device", run["provenance"][0].get("device")),
@@ -271,8 +298,9 @@ def _run_facts(run: Mapping[str, Any]) -> str:
     )
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def _listed(values: Mapping[str, Any] | None) -> str | None:
+    """Return stored values in words; None without any."""
+    return "; ".join(f"{name}: {text}" for name, text in shown_settings(values or {})) or None
 
 
 def date_text(moment: datetime | None) -> str | None:

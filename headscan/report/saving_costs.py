@@ -15,34 +15,41 @@ from headscan.report.share_chart import ArmPoint, cache_figure, pruning_figure
 from headscan.store.records import ArmRecord
 from headscan.store.store import Store
 from headscan.store.tables import ACCURACY, BITS_PER_BYTE, LOSS
+from headscan.store.verdict_limits import MARGIN, MIN_RETAINED, points_words
 from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.controls import loss_increase
 from headscan.verdicts.criterion_points import heads_of_arms
 from headscan.verdicts.judge import Verdict
+from headscan.verdicts.metrics import metric_words
 
 CACHE = "cache-cost"
 
 #: The cache is counted at the plan's length that is nearest to this one.
 _TOKENS = 32768
 
-_CACHE_NOTE = (
-    "Each point is a plan in one mode. Forward: every token, of the context too, sees what the plan keeps. Decode: the"
-    " context is read with full attention, keys are evicted, and the rest is read from the smaller cache. Whiskers are"
-    " 95 % intervals of the paired difference. Random plans give the same windows to other KV heads or layers, so"
-    " they have the same bytes. Dashed lines: one point below the baseline, and 90 % of the recall."
-)
+#: What a plan does in each mode.
+_MODES = {
+    "forward": "Forward: every token, of the context too, sees what the plan keeps.",
+    "decode": "Decode: the context is read with full attention, keys are evicted, and the rest is read from the smaller"
+    " cache.",
+}
 
 
-def cache_section(verdict: Verdict) -> str | None:
-    """Return the section on the plans of an evaluation; None if it has none."""
-    tokens, left = cache_left(verdict)
+def cache_section(verdict: Verdict, tokens: int | None, left: Mapping[str, float]) -> str | None:
+    """Return the section on the plans of an evaluation, with what `cache_left` returns; None if it has none."""
     if tokens is None:
         return None
     points = [ArmPoint(each, _method(each.arm), left[each.name]) for each in verdict.arms if each.name in left]
+    modes = {each.arm.selection for each in verdict.by_name.values() if each.name in left}
+    note = ["Each point is a plan in one mode.", *(text for mode, text in _MODES.items() if mode in modes)]
+    note.append("Whiskers are 95 % intervals of the paired difference.")
+    if any(point.verdict.kind.is_random for point in points):
+        note.append("Random plans give the same windows to other KV heads or layers, so they have the same bytes.")
+    note.append(f"Dashed lines: {points_words(MARGIN)} below the baseline, and {MIN_RETAINED:.0f} % of the recall.")
     return pages.section(
         "What a smaller KV cache costs",
         [
-            pages.paragraph(_CACHE_NOTE, "note"),
+            pages.paragraph(" ".join(note), "note"),
             *([pages.figure(cache_figure(points, tokens), "cache")] if points else []),
             pages.columns(
                 [arm for arm in verdict.by_name.values() if arm.name in left and not arm.kind.is_random],
@@ -51,7 +58,7 @@ def cache_section(verdict: Verdict) -> str | None:
                     f"KV cache left at {tokens:,} tokens": lambda arm: f"{left[arm.name]:.1%}",
                     "accuracy, points": _accuracy,
                     "recall left": lambda arm: "; ".join(each.words() for each in arm.judged_recall) or "–",
-                    "measures": lambda arm: "; ".join(measure.words() for measure in arm.metrics) or "–",
+                    "measures": lambda arm: "; ".join(metric_words(arm.metrics)) or "–",
                 },
             ),
         ],
@@ -59,8 +66,10 @@ def cache_section(verdict: Verdict) -> str | None:
     )
 
 
-def cache_left(verdict: Verdict) -> tuple[int | None, dict[str, float]]:
+def cache_left(verdict: Verdict | None) -> tuple[int | None, dict[str, float]]:
     """Return a length in tokens (None without plans), and by arm the share of the KV cache that is left at it."""
+    if verdict is None:
+        return None, {}
     shares = {
         name: {int(tokens): float(share) for tokens, share in each.arm.config["kv_shares"]}
         for name, each in verdict.by_name.items()
@@ -83,9 +92,12 @@ REMOVAL = "removal"
 
 _PRUNING_NOTE = (
     "Heads are removed from the files, and the projections that remain are solved again. Differences to the original"
-    " model on the same questions, with 95 % intervals; the loss is paired by document. Controls have about the same"
-    " size and the same repair: random heads, and whole attention layers dropped (arXiv 2406.15786). Dashed lines: one"
-    " point of accuracy, and 90 % of what the model recalls beyond guessing."
+    " model on the same questions, with 95 % intervals; the loss is paired by document. Dashed lines:"
+    f" {points_words(MARGIN)} of accuracy, and {MIN_RETAINED:.0f} % of what the model recalls beyond guessing."
+)
+_CONTROLS_NOTE = (
+    " Controls have about the same size and the same repair: random heads, and whole attention layers dropped (arXiv"
+    " 2406.15786)."
 )
 
 #: Most methods, by unit and repair, with a map of their own.
@@ -109,7 +121,8 @@ def pruning_section(store: Store, evaluation: Mapping[str, Any], verdict: Verdic
         for each in arms
     ]
     chosen = [point for point in points if not point.verdict.kind.is_control]
-    parts = [pages.paragraph(_PRUNING_NOTE, "note"), pages.figure(pruning_figure(points), "pruning")]
+    note = _PRUNING_NOTE + _CONTROLS_NOTE * (len(chosen) < len(points))
+    parts = [pages.paragraph(note, "note"), pages.figure(pruning_figure(points), "pruning")]
     heads_of = {site["layer"]: site["num_attention_heads"] for site in evaluation["grid"] if site["site"] == "self"}
     groups: dict[tuple[str, str], list[ArmPoint]] = defaultdict(list)
     for point in chosen:
@@ -139,6 +152,8 @@ def _losses(arms: Sequence[ArmVerdict]) -> str:
         "next token, points": lambda arm: _increase(arm, ("next_token_accuracy",)),
         "accuracy, points": _accuracy,
     }
+    if not any(measure.metric == "next_token_accuracy" for arm in arms for measure in arm.metrics):
+        del cells["next token, points"]
     cells |= {f"{family} left": partial(recall_share, family) for family in families}
     return pages.columns(arms, cells)
 
@@ -180,24 +195,22 @@ def _sizes(arms: Sequence[ArmRecord]) -> list[str]:
     models = [_ModelCost("original", measured[0].config["before"])]
     models += [_ModelCost(arm.name, arm.config["after"], arm.config["before"]) for arm in measured]
     skipped = [
-        f"{arm.name} has no attention in layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}."
+        f"{arm.name} has no attention in {'layer' if len(layers) == 1 else 'layers'} {', '.join(map(str, layers))}."
         for arm in measured
         if (layers := arm.config.get("skipped_layers"))
     ]
-    note = "Times are medians of repetitions in turn with the original, in brackets as a multiple of its speed."
-    return [
-        pages.columns(
-            models,
-            {
-                "model": lambda model: model.name,
-                "query heads": lambda model: str(model.cost["query_heads"]),
-                "KV heads": lambda model: str(model.cost["kv_heads"]),
-                "parameters": lambda model: f"{model.cost['parameters']:,}",
-                "weights": lambda model: byte_count(model.cost["weight_bytes"]),
-                "KV cache of a token": _ModelCost.cache,
-                "prefill": lambda model: model.time("prefill_seconds"),
-                "token": lambda model: model.time("token_seconds"),
-            },
-        ),
-        pages.paragraph(" ".join([note, *skipped]), "note"),
-    ]
+    cells: dict[str, Callable[[_ModelCost], str]] = {
+        "model": lambda model: model.name,
+        "query heads": lambda model: str(model.cost["query_heads"]),
+        "KV heads": lambda model: str(model.cost["kv_heads"]),
+        "parameters": lambda model: f"{model.cost['parameters']:,}",
+        "weights": lambda model: byte_count(model.cost["weight_bytes"]),
+        "KV cache of a token": _ModelCost.cache,
+    }
+    notes = skipped
+    if any(model.cost.get("prefill_seconds") is not None for model in models):
+        cells["prefill"] = lambda model: model.time("prefill_seconds")
+        cells["token"] = lambda model: model.time("token_seconds")
+        times = "Times are medians of repetitions in turn with the original, in brackets as a multiple of its speed."
+        notes = [times, *skipped]
+    return [pages.columns(models, cells), *([pages.paragraph(" ".join(notes), "note")] if notes else [])]

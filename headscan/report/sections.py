@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any, get_args
 
 import numpy as np
 
 from headscan.catalog import SCORES, STATISTICS
-from headscan.plans import METHOD_SHOWS, HeadClass, HeadPlan
+from headscan.plans import METHOD_SHOWS, HeadClass, HeadPlan, planned_bytes
 from headscan.report import page_parts as pages
 from headscan.report.head_data import HeadData, SiteNumbers
 from headscan.report.head_measures import HeadMeasure
@@ -19,7 +18,9 @@ from headscan.report.profile_charts import overlap_figure, profiles_figure
 from headscan.store.head_spread import inactive_counts
 from headscan.store.scan_tables import INACTIVE_QUANTILE, MOSTLY
 from headscan.store.store import Store
-from headscan.store.views import POSITIONAL_SHARE
+from headscan.store.views import POSITIONAL_SHARE, ROLES
+from headscan.verdicts.arm_verdict import Outcome
+from headscan.verdicts.judge import Verdict
 
 
 def definitions_section(scores: Sequence[str]) -> str:
@@ -104,12 +105,12 @@ _MOST_HEADS = 5
 
 
 def behaving_heads_section(sites: Sequence[SiteNumbers], runs: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return the strongest heads by behaviour, importance and other tables; None without runs, given by group of
-    measures.
+    """Return the heads of each role, and the strongest heads by behaviour, importance and other tables, whose ``runs``
+    are given by group of measures; None without any.
     """
-    if not runs:
-        return None
-    parts = [pages.paragraph("The map above shows each of these for every head.", "note")]
+    parts = [part for site in sites if site.roles.found for part in _roles(site, len(sites) > 1)]
+    if runs:
+        parts.append(pages.paragraph("The map above shows each of the following measures for every head.", "note"))
     for group, run in runs.items():
         parts.append(pages.heading(group))
         parts.append(pages.paragraph(f"Run {run['run_id']} of {run['model']}.", "note"))
@@ -120,7 +121,27 @@ def behaving_heads_section(sites: Sequence[SiteNumbers], runs: Mapping[str, Mapp
             if measure.group == group
         ]
         parts.append(pages.table(["measure", "highest: layer.head and value", "heads above the limit"], rows, texts=3))
-    return pages.section("What heads do", parts, BEHAVING)
+    return pages.section("What heads do", parts, BEHAVING) if parts else None
+
+
+def _roles(site: SiteNumbers, several: bool) -> list[str]:
+    """Return the table of roles that `headscan roles` prints."""
+    return [
+        pages.heading(f"Roles, {site.heads.site} attention" if several else "Roles"),
+        pages.columns(
+            site.roles.found,
+            {
+                "role": lambda of: of.role,
+                "number of a head": lambda of: ROLES[of.role].formula,
+                "threshold": lambda of: ROLES[of.role].rule,
+                "threshold of": lambda of: ROLES[of.role].threshold_source,
+                "strongest, LAYER:HEAD": lambda of: of.strongest() or "–",
+                "heads": lambda of: f"{len(of.heads)} of {of.measured}",
+            },
+            texts=5,
+        ),
+        pages.paragraph("A head may have several roles, or none.", "note"),
+    ]
 
 
 def _strongest(site: SiteNumbers, measure: HeadMeasure) -> list[str]:
@@ -147,8 +168,9 @@ _MOST_ROWS = 20
 INACTIVE = "inactive"
 
 
-def inactive_heads_section(sites: Sequence[SiteNumbers]) -> str:
+def inactive_heads_section(data: HeadData) -> str:
     """Return counts of inactive heads by score, and a table of the heads with the lowest output norm."""
+    sites = data.sites
     parts = [
         pages.paragraph(
             f"A head is inactive in a sequence if its score lies beyond the {INACTIVE_QUANTILE:.0%} quantile of all"
@@ -162,7 +184,7 @@ def inactive_heads_section(sites: Sequence[SiteNumbers]) -> str:
     for site in sites:
         if len(sites) > 1:
             parts.append(pages.heading(f"{site.heads.site} attention"))
-        parts += [_counts(site), *_lowest(site)]
+        parts += [_counts(site), *_lowest(site, data.covered)]
     return pages.section("Inactive heads", parts, INACTIVE)
 
 
@@ -182,17 +204,21 @@ def _counts(site: SiteNumbers) -> str:
     )
 
 
-def _lowest(site: SiteNumbers) -> list[str]:
+def _lowest(site: SiteNumbers, covered: str) -> list[str]:
     ranked = site.spreads.get(RANKED_BY)
     if ranked is None:
         return [pages.paragraph(f"{RANKED_BY} was not measured in this scan.", "warning")]
-    compared = [name for name in COMPARED if name in site.spreads]
+    compared = [name for name in COMPARED if name in site.spreads and not (covered and name == "distant_mass")]
     order = [int(i) for i in np.argsort(ranked.mean, kind="stable")[:_MOST_ROWS] if np.isfinite(ranked.mean[i])]
     heads, inactive = site.heads, ranked.inactive
     assert inactive is not None
     return [
         pages.heading(f"Heads with the lowest {RANKED_BY}"),
-        pages.paragraph("Their outputs are small compared with other heads of the layer.", "note"),
+        pages.paragraph(
+            "Their outputs are small compared with other heads of the layer."
+            + f" Not shown: {covered}." * bool(covered),
+            "note",
+        ),
         pages.table(
             ["layer", "head", "KV head", RANKED_BY, "std", "inactive in", *compared],
             [
@@ -280,30 +306,45 @@ def _positional_heads(store: Store, run_id: str) -> list[str]:
 
 HEAD_PLAN = "head-plan"
 
+_NOTHING: Mapping[str, str] = {}
 
-def plan_section(plan: HeadPlan) -> str:
-    """Return the section on a plan: windows, saved bytes and validation."""
+
+def plan_section(
+    plan: HeadPlan, verdict: Verdict | None = None, tokens: int | None = None, lost: Mapping[str, str] = _NOTHING
+) -> str:
+    """Return the section on a plan: what the evaluation shows of it, windows, saved bytes and validation. Bytes are
+    those at ``tokens`` tokens, too; ``lost`` are arms that lose too much text loss to be asked a question, with the
+    loss in words.
+    """
     budget = plan.budget
     dropped = f", {budget.dropped_heads} keep none" if budget.dropped_heads else ""
+    title, evaluated = _tried_plan(plan, verdict, lost)
+    lengths = {at.tokens: (at.kv_bytes, at.planned_bytes) for at in budget.lengths}
+    if tokens is not None:
+        lengths[tokens] = (plan.model.cache_bytes(tokens, plan.block), planned_bytes(plan, tokens))
     parts = [
+        *evaluated,
         pages.paragraph(
             f"Method {plan.method}: {budget.window_heads} of {budget.kv_heads} KV heads ({budget.window_share:.1%})"
             f" keep {plan.window_text()}{dropped}; the others keep all tokens. Bytes are for one sequence."
         ),
         pages.columns(
-            budget.lengths,
+            sorted(lengths.items()),
             {
-                "tokens": lambda at: f"{at.tokens:,}",
-                "KV cache": lambda at: byte_count(at.kv_bytes),
-                "with the plan": lambda at: byte_count(at.planned_bytes),
-                "saved": lambda at: byte_count(at.saved_bytes),
-                "share saved": lambda at: percent(at.saved_share),
+                "tokens": lambda at: f"{at[0]:,}",
+                "KV cache": lambda at: byte_count(at[1][0]),
+                "with the plan": lambda at: byte_count(at[1][1]),
+                "saved": lambda at: byte_count(at[1][0] - at[1][1]),
+                "share saved": lambda at: percent(1 - at[1][1] / at[1][0]),
             },
             texts=0,
         ),
         pages.paragraph("The map of heads shows the plan, the keep-scores, and the damage of a window.", "note"),
     ]
     counts = Counter((head.layer, head.head_class) for head in plan.heads)
+    windowed: dict[int, list[str]] = defaultdict(list)
+    for layer_index, kv_head in plan.window_heads:
+        windowed[layer_index].append(str(kv_head))
     classes = get_args(HeadClass)
     rows = [
         [
@@ -311,22 +352,16 @@ def plan_section(plan: HeadPlan) -> str:
             layer.type if layer.cache_tokens is None else f"{layer.type}, {layer.cache_tokens:,} tokens",
             str(layer.num_key_value_heads),
             *(str(counts[layer.layer, name]) for name in classes),
+            " ".join(windowed[layer.layer]) or "–",
         ]
         for layer in plan.model.layers
     ]
-    layers = pages.table(["layer", "KV cache", "KV heads", *classes], rows, texts=2)
+    layers = pages.table(["layer", "KV cache", "KV heads", *classes, "KV heads with a window"], rows, texts=2)
     parts.append(layers if len(plan.model.layers) <= 12 else pages.folded("Counts per layer", layers))
-    if plan.window_heads:
-        of_layer = [
-            f"layer {layer}: {', '.join(str(head) for _, head in heads)}"
-            for layer, heads in groupby(plan.window_heads, key=lambda head: head[0])
-        ]
-        named = pages.paragraph(f"By layer, the KV heads from 0: {'; '.join(of_layer)}.")
-        parts.append(pages.folded(f"The {len(plan.window_heads)} KV heads that keep a window", named))
     parts.append(pages.paragraph(f"Keep-score: {plan.score}.", "note"))
     if plan.notes:
-        parts.append(pages.bullets(plan.notes))
-    if plan.validation is None:
+        parts.append(pages.bullets(f"{note[:1].upper()}{note[1:]}." for note in plan.notes))
+    if plan.validation is None and not evaluated:
         parts.append(
             pages.paragraph(
                 f"This plan has not been validated: it shows {METHOD_SHOWS[plan.method]}, not the accuracy that a task"
@@ -334,12 +369,29 @@ def plan_section(plan: HeadPlan) -> str:
                 "warning",
             )
         )
-    else:
-        parts += [
-            pages.heading("Loss on held-out prompts"),
-            pages.facts((name, pages.one_line(v)) for name, v in plan.validation.items()),
-            pages.paragraph(
-                "A loss is no verdict on a task: evaluate the plan with `headscan evaluate --plan`.", "note"
-            ),
-        ]
-    return pages.section("Head plan", parts, HEAD_PLAN)
+    if plan.validation is not None:
+        # The notes of a measured plan have its losses.
+        said = ("loss_increase", "recall_unknown") if plan.method == "measured" else ()
+        shown = {name: value for name, value in plan.validation.items() if name not in said}
+        parts += [pages.heading("Validation"), pages.facts(pages.shown_settings(shown))]
+    if plan.validation is not None and not evaluated:
+        loss = "A loss is no verdict on a task: evaluate the plan with `headscan evaluate --plan`."
+        parts.append(pages.paragraph(loss, "note"))
+    return pages.section(title, parts, HEAD_PLAN)
+
+
+def _tried_plan(plan: HeadPlan, verdict: Verdict | None, lost: Mapping[str, str]) -> tuple[str, list[str]]:
+    """Return the title of the section, and what the evaluation shows of the plan in each mode; empty if it is not in
+    the evaluation.
+    """
+    arms = () if verdict is None else verdict.finished
+    own = [arm for arm in arms if arm.arm.config.get("plan") == plan.digest and not arm.kind.is_random]
+    found = [f"{arm.arm.selection}: {arm.label}{f' ({arm.why})' if arm.why else ''}" for arm in own]
+    if not own:
+        named = [words for name, words in lost.items() if f" {plan.digest}, " in name]
+        found = [f"{Outcome.LOSES} {words} on held-out text, so it was asked no question" for words in named]
+    if not found:
+        return "Head plan", []
+    safe = any(arm.is_safe for arm in own)
+    title = "Head plan" if safe else "Head plan, tried and not safe"
+    return title, [pages.paragraph(f"Evaluated, {'; '.join(found)}.", None if safe else "warning")]

@@ -13,7 +13,7 @@ from typing import Self, TextIO
 from tqdm import tqdm
 from tqdm.auto import tqdm as widget_bar
 
-from headscan.text_tables import printable
+from headscan.text_tables import counted, plural, printable
 
 
 class Progress:
@@ -21,6 +21,7 @@ class Progress:
 
     Args:
         total: None if it is unknown.
+        unit: Noun in the singular.
         every: Seconds between lines in a log; they come also while nothing is finished.
         brief: Work that ends before the first of these lines leaves none.
         stream: None uses standard error.
@@ -43,7 +44,12 @@ class Progress:
         in_notebook = type(self._stream).__module__.startswith("ipykernel")
         if in_notebook or self._stream.isatty():
             self._bar = (widget_bar if in_notebook else tqdm)(
-                total=total, desc=self._title, unit=f" {unit}", file=self._stream, dynamic_ncols=True, leave=not brief
+                total=total,
+                desc=self._title,
+                unit=f" {plural(unit)}",
+                file=self._stream,
+                dynamic_ncols=True,
+                leave=not brief,
             )
         self._brief = brief
         self._started = self._printed = time.monotonic()
@@ -88,14 +94,15 @@ class Progress:
         elif kind is None and not (self._brief and self._printed == self._started):
             seconds = time.monotonic() - self._started
             at = self._done + self._skipped
-            counted = f"{at} {self._unit} in " if at or self._total is not None else ""
-            self._print(f"{self._title}: {counted}{time_text(seconds)}")
+            done = f"{counted(at, self._unit)} in " if at or self._total is not None else ""
+            self._print(f"{self._title}: {done}{time_text(seconds)}")
 
     def _line(self) -> str:
         at = self._done + self._skipped
         if self._total is None and not at:
             return f"{self._title}: at work for {time_text(time.monotonic() - self._started)}"
-        parts = [f"{self._title}: {at}{'' if self._total is None else f' of {self._total}'} {self._unit}"]
+        done = f"{at:,} of " if self._total is not None else ""
+        parts = [f"{self._title}: {done}{counted(at if self._total is None else self._total, self._unit)}"]
         if self._done:  # without finished work there is no rate, and no time left
             rate = self._rate()
             parts.append(f"{rate:.3g}/s")

@@ -28,6 +28,7 @@ from headscan.sizing.model_sizes import model_sizes
 from headscan.store.provenance import provenance_changes, unfinished_runs
 from headscan.store.records import SHARDED_KINDS, RunKind, RunRecord, RunState
 from headscan.store.store import Store, refuse_resume
+from headscan.text_tables import counted
 
 #: Opens the pool of a model.
 PoolFactory = Callable[[ModelSpec], Pool]
@@ -246,7 +247,7 @@ class Run(ModelContext):
             for line in unfinished_runs(self.store.runs(record.kind), record, state.run_id):
                 self.say(line)
         if not state.resumed or state.shards:
-            stored = f": {len(state.shards)} shards stored before" if state.shards else ""
+            stored = f": {counted(len(state.shards), 'shard')} stored before" if state.shards else ""
             self.say(f"run {state.run_id}{stored}")
         return state
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from headscan.errors import HeadscanError, SequenceError
-from headscan.options import Option, check_limits
+from headscan.options import Option, check_limits, short
 
 if TYPE_CHECKING:
     from headscan.runs.model_identity import ModelIdentity
@@ -34,6 +34,7 @@ class CorpusError(HeadscanError):
     """A corpus cannot be found, read or tokenised."""
 
 
+@short
 @dataclass(frozen=True)
 class CorpusSpec:
     """Settings of a corpus: a built-in corpus, a file or folder, or a hub data set, tried in this order.
@@ -67,6 +68,7 @@ class CorpusSpec:
         check_limits(self, CorpusError)
 
 
+@short
 @dataclass(frozen=True)
 class TokenConfig:
     """Settings for making token sequences from documents.
@@ -152,6 +154,7 @@ Metric = Annotated[
 ]
 
 
+@short
 @dataclass(frozen=True)
 class ExamplesSpec:
     """Settings of a file of labelled examples, one text or a pair of texts each: tables (``.tsv``, ``.csv``,

@@ -26,7 +26,7 @@ from headscan.checkpoints.source_folder import check_folder
 from headscan.errors import HeadscanError, InterventionError, unknown_name
 from headscan.grid import check_pairs, parse_head
 from headscan.model_spec import ModelSpec
-from headscan.options import Count, Group, Limits, Option, Seed, check_limits
+from headscan.options import Count, Group, Limits, Option, Seed, check_limits, short
 from headscan.settings.corpus_settings import DEMO_CORPUS, LONGEST_TEXT, SHORTEST, BosPolicy, CorpusSpec, longest_text
 from headscan.store.verdict_limits import QUESTIONS_PER_TEXT
 
@@ -66,6 +66,7 @@ class RecallError(HeadscanError):
     """Recall questions that cannot be made with these settings."""
 
 
+@short
 @dataclass(frozen=True)
 class RecallQuestions:
     """Settings of the recall questions.
@@ -159,6 +160,7 @@ class RecallQuestions:
         return settings if self.in_all is None else {**settings, "in_all": (*self.by_family().values(),)}
 
 
+@short
 @dataclass(frozen=True)
 class TaskConfig:
     """Tasks of lm-eval, and the form of their prompts. Without ``names`` an evaluation asks recall and text only."""
@@ -234,6 +236,7 @@ ReplacementOption = Annotated[
 ]
 
 
+@short
 @dataclass(frozen=True)
 class ReplacementConfig:
     """Replacement of the output of ablated heads.
@@ -289,6 +292,7 @@ PlanMode = Literal["forward", "decode"]
 PLAN_MODES: tuple[PlanMode, ...] = ("forward", "decode")
 
 
+@short
 @dataclass(frozen=True, kw_only=True)
 class ChosenArms:
     """Choice of the arms that are compared with the baseline.
@@ -419,6 +423,7 @@ class ChosenArms:
 SCORE_SETS = {"all": tuple(SCORES), "none": ()}
 
 
+@short
 @dataclass(frozen=True)
 class LossTexts:
     """Texts whose loss is judged next to the tasks."""
@@ -470,6 +475,7 @@ DEFAULT_SITE_CRITERIA = tuple(name for name in DEFAULT_CRITERIA if name in SITE_
 _OTHERS = tuple(name for name in CRITERIA if name not in SCORES)
 
 
+@short
 @dataclass(frozen=True)
 class CriteriaComparison:
     """Criteria (names in `CRITERIA`) and the shares of heads that each removes; repeated ones count once. ``criteria``

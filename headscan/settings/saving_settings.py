@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from headscan.catalog import RANKED_CRITERIA, RECALL_NAMES, SET_METHODS
 from headscan.errors import PruningError
 from headscan.model_spec import ModelSpec
-from headscan.options import Count, Group, Limits, Option, Seed, check_limits
+from headscan.options import Count, Group, Limits, Option, Seed, check_limits, short
 from headscan.settings.corpus_settings import DEMO_CORPUS, SHORTEST, CorpusSpec, longest_text
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _PRUNE_TOKENS, _LEAST_TEXTS, _PER_COLUMN = 512, 128, 8
 
 
+@short
 @dataclass(frozen=True)
 class PruneTexts:
     """Texts of a pruning.
@@ -74,6 +75,7 @@ class PruneTexts:
         return max(_LEAST_TEXTS // 2, -(-_PER_COLUMN * columns // tokens))
 
 
+@short
 @dataclass(frozen=True)
 class RecallPrompts:
     """Recall prompts of a pruning, in addition to its texts: text alone does not show which heads copy and retrieve.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from headscan.errors import InterventionError
-from headscan.options import Group, Option
+from headscan.options import Group, Option, short
 from headscan.settings.corpus_settings import LONGEST_TEXT, SHORTEST, CorpusSpec, ExamplesSpec, Metric, longest_text
 from headscan.settings.evaluation_settings import TASK_TOKENS, RecallQuestions, ReplacementConfig, TaskConfig
 from headscan.steps.question_step import QuestionStep, demo_task
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _SHOWN = 10
 
 
+@short
 @dataclass(frozen=True)
 class Ablate(QuestionStep["AblateResult"]):
     """measure the effect of every attention head, ablated alone
@@ -148,9 +149,9 @@ def effects_text(effects: Sequence[HeadEffect]) -> str:
     if single:
         first, facts = single[0], effect_facts(single)
         parts.append(
-            f"{_title(first)}\n{facts['significant']} of {facts['heads']} heads have a significant effect (q at most"
-            f" {FALSE_DISCOVERY_RATE:g}): {facts['harmful']} are needed, {facts['helpful']} do harm;"
-            f" {facts['confirmed']} of them are confirmed on halves."
+            f"{_title(first)}\nheads with a significant effect (q at most {FALSE_DISCOVERY_RATE:g}):"
+            f" {facts['significant']} of {facts['heads']}; needed: {facts['harmful']}, harmful: {facts['helpful']},"
+            f" confirmed on halves: {facts['confirmed']}"
         )
         ends = single if len(single) <= 2 * _SHOWN else [*single[:_SHOWN], *single[-_SHOWN:]]
         parts.append(text_table([_effect_cells(effect, sites) for effect in ends]))

@@ -13,6 +13,7 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.runs.model_identity import ModelIdentity, identify
 from headscan.runs.run_context import ModelContext
+from headscan.text_tables import counted
 from headscan.texts.tasks import AnyRequest, Questions
 from headscan.texts.token_requests import GenerationRequest, Request
 
@@ -28,7 +29,7 @@ def check_generates(pool: Pool, requests: Mapping[str, AnyRequest]) -> None:
     """Raise StagingError if a request generates text, which needs all layers for every token, and a pool is staged."""
     prompts = sum(isinstance(request, GenerationRequest) for request in requests.values())
     if prompts:
-        refuse_staged(pool, f"generation of {prompts} texts", instead="tasks with log-likelihoods")
+        refuse_staged(pool, f"generation of {counted(prompts, 'text')}", instead="tasks with log-likelihoods")
 
 
 def check_eviction(model: ModelContext, arms: Sequence[Arm], requests: Mapping[str, AnyRequest]) -> None:

@@ -10,6 +10,7 @@ from headscan.options import Group, Option
 from headscan.settings.corpus_settings import CorpusSpec, TokenConfig, longest_text
 from headscan.steps.results import Result
 from headscan.steps.step import Step
+from headscan.text_tables import counted
 
 if TYPE_CHECKING:
     from headscan.runs.model_identity import ModelIdentity
@@ -58,7 +59,8 @@ class CorpusStep(Step["CorpusRunResult"]):
             title = f"run {result.run_id}" if part is None else f"part {part} of run {result.run_id}"
             if result.already_done:
                 return f"{title} is complete in {store.path}: nothing to do"
-            return f"{title}: {result.measured} shards measured, {result.skipped} stored before, in {store.path}"
+            measured = counted(result.measured, "shard")
+            return f"{title}: {measured} measured, {result.skipped} stored before, in {store.path}"
 
         row = {"run_id": result.run_id, "already_done": result.already_done, "measured": result.measured}
         report = None if result.report is None else asdict(result.report)

@@ -234,7 +234,7 @@ class Measurement:
         """Return the mean damage (C,) of a window on text, and over the recall tasks if there are any."""
         passes = 1 + len(self.units) if self.one_by_one else 1
         total = passes * sum(len(prompts.requests) for prompts in self.ranking)
-        with Progress(f"damage of {window.recent} recent tokens", total, "prompts") as progress:
+        with Progress(f"damage of {window.recent} recent tokens", total, "prompt") as progress:
             pool = self._pool(progress)
             of_texts = [
                 pool.one_by_one(prompts.requests, window, self.units)
@@ -259,7 +259,7 @@ class Measurement:
             return None
         heads = [head for unit in self.units.values() for head in unit]
         texts = self.ranking[0].requests
-        with Progress("distant mass of texts", len(texts), "texts") as progress:
+        with Progress("distant mass of texts", len(texts), "text") as progress:
             needs = self._pool(progress).needs(texts, window, heads)
         if not np.isfinite(needs).all():
             return None
@@ -290,5 +290,5 @@ class Measurement:
     def _losses(
         self, prompts: Prompts, sets: Sequence[KeptKeys], base: KeptKeys = ALL_KEYS
     ) -> tuple[np.ndarray, np.ndarray]:
-        with Progress(f"windows on {prompts.name}", len(sets) * len(prompts.requests), "prompts") as progress:
+        with Progress(f"windows on {prompts.name}", len(sets) * len(prompts.requests), "prompt") as progress:
             return self._pool(progress).losses(prompts.requests, sets, base)

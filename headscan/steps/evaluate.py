@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from headscan.options import Group, Option
+from headscan.options import Group, Option, short
 from headscan.settings.corpus_settings import CorpusSpec
 from headscan.settings.evaluation_settings import LOSS_LIMITS, ChosenArms, HarnessError, LossTexts
 from headscan.steps.question_step import QuestionStep
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from headscan.verdicts.judge import Verdict
 
 
+@short
 @dataclass(frozen=True)
 class Evaluate(QuestionStep["Verdict"]):
     """ablate heads while lm-eval's tasks run, and compare with the baseline

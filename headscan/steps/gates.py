@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from headscan.errors import GateError
 from headscan.gates.gate_settings import GateFitConfig
-from headscan.options import Group, Option, Site
+from headscan.options import Group, Option, Site, short
 from headscan.settings.corpus_settings import SHORTEST, CorpusSpec
 from headscan.steps.results import Result
 from headscan.steps.step import Step
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from headscan.store.store import Store
 
 
+@short
 @dataclass(frozen=True)
 class Gates(Step["GatesResult"]):
     """fit gates on the heads of a frozen model: which heads may close

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Unpack
 
 from headscan.cluster.placement_base import format_bytes
 from headscan.errors import HeadscanError, ModelLoadError, first_line
-from headscan.options import Option, check_limits
+from headscan.options import Option, check_limits, short
 from headscan.steps.results import Result
 from headscan.steps.step import Step
 
@@ -35,6 +35,7 @@ def _read(file: str) -> str:
         raise HeadscanError(f"cannot read {name} ({first_line(error)}). Name a UTF-8 text file") from error
 
 
+@short
 @dataclass(frozen=True)
 class Generate(Step["GenerationComparison"]):
     """generate text with the full KV cache and with a plan's, side by side

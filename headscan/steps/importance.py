@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from headscan.catalog import RECALL_NAMES
-from headscan.options import Group, Option
+from headscan.options import Group, Option, short
 from headscan.settings.corpus_settings import CorpusSpec, ExamplesSpec, TokenConfig
 from headscan.steps.corpus_step import CorpusRunError, CorpusStep
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 LossReduction = Literal["mean", "sum"]
 
 
+@short
 @dataclass(frozen=True)
 class Importance(CorpusStep):
     """measure the importance of every attention head from derivatives of the loss

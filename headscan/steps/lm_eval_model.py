@@ -150,7 +150,7 @@ class HeadscanModel(HeadscanLM):
         work = (
             AnswerItem(name, item.requests, (self._arm.intervention,), self._settings) for name, item in items.items()
         )
-        with Progress(self._arm.name, len(new), "requests") as progress:
+        with Progress(self._arm.name, len(new), "request") as progress:
             for finished in self._context.pool.map(answer_item, work):
                 hashes = items[finished.item.name].hashes
                 answers |= zip(hashes, finished.value[0].values, strict=True)

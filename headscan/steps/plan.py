@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Unpack
 from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK, RECALL_NAMES
 from headscan.cluster.placement_base import parse_bytes
 from headscan.model_spec import ModelSpec
-from headscan.options import LOCK_TIMEOUT, SEEDS, Group, Limits, Option, check_limits
+from headscan.options import LOCK_TIMEOUT, SEEDS, Group, Limits, Option, check_limits, short
 from headscan.settings.corpus_settings import DEMO_CORPUS, CorpusSpec, longest_text
 from headscan.steps.results import Result, run_line
 from headscan.steps.step import Step
@@ -34,6 +34,7 @@ _OF_STORE = "--method distant_mass,retrieval_score,imported,random"
 _MEASURED = "--method measured"
 
 
+@short
 @dataclass(frozen=True)
 class Plan(Step["HeadPlan"]):
     """write head_plan.json: which KV heads keep the whole cache, and which only a window

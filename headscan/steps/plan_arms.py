@@ -13,7 +13,6 @@ from typing import Any
 
 from headscan.engine.arms import Arm
 from headscan.kv.kv_windows import KvEviction, KvWindows
-from headscan.long_work import hash_of
 from headscan.plans import HeadPlan, budget_lengths, check_model, planned_bytes, random_plan
 from headscan.runs.run_context import ModelContext
 from headscan.settings.evaluation_settings import PlanMode
@@ -29,22 +28,16 @@ def plan_arms(plan: HeadPlan, modes: Sequence[PlanMode], controls: int) -> list[
     """
     share = len(plan.kept.windows) / len(plan.heads)
     unit = " by layer" if plan.granularity == "layer" else ""
-    label = f"{plan.method}{unit} {100 * share:g}% {_fingerprint(plan)}"
+    label = f"{plan.method}{unit} {100 * share:g}% {plan.digest}"
     arms = []
     for mode in modes:
         name = f"plan {label}, {mode}"
         arms.append(_arm(plan, mode, name))
         for seed in range(controls):
             drawn = random_plan(plan, seed)
-            name = f"random plan{unit} {100 * share:g}% {_fingerprint(drawn)} seed {seed}, {mode}"
+            name = f"random plan{unit} {100 * share:g}% {drawn.digest} seed {seed}, {mode}"
             arms.append(replace(_arm(drawn, mode, name), kind=ArmKind.RANDOM_PLAN, seed=seed))
     return arms
-
-
-def _fingerprint(plan: HeadPlan) -> str:
-    """Return six hexadecimal digits, equal for equal windows."""
-    windows = [(layer, head, *window.key) for layer, head, window in plan.kept.windows]
-    return hash_of((plan.block, plan.chunk, windows))[:6]
 
 
 def _arm(plan: HeadPlan, mode: PlanMode, name: str) -> Arm:
@@ -53,6 +46,7 @@ def _arm(plan: HeadPlan, mode: PlanMode, name: str) -> Arm:
     details: tuple[tuple[str, Any], ...] = (
         ("mode", mode),
         ("method", str(plan.method)),
+        ("plan", plan.digest),
         ("kv_shares", _kv_shares(plan)),
     )
     if plan.granularity == "layer":
@@ -91,8 +85,8 @@ def window_notes(arms: Sequence[Arm], requests: Iterable[AnyRequest]) -> list[st
         if longer < len(lengths):
             nothing = ": it frees nothing and equals the baseline" if not longer else ""
             notes.append(
-                f"{arm.name}: {longer} of {len(lengths)} requests are longer than its narrowest window of {narrowest}"
-                f" tokens{nothing}"
+                f"{arm.name}: requests longer than its narrowest window of {narrowest} tokens: {longer:,} of"
+                f" {len(lengths):,}{nothing}"
             )
     return notes
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from headscan.catalog import BEHAVIOURS
 from headscan.errors import HeadscanError
 from headscan.measure.probe_settings import BehaviourProbe
-from headscan.options import Group, Option
+from headscan.options import Group, Option, short
 from headscan.settings.corpus_settings import CorpusSpec
 from headscan.steps.results import Result
 from headscan.steps.step import Step
@@ -29,6 +29,7 @@ class ProbeError(HeadscanError):
     """Settings of a probe that are out of range."""
 
 
+@short
 @dataclass(frozen=True)
 class Probe(Step["ProbeResult"]):
     """score the behaviours of every head: induction, duplicate and previous tokens, retrieval from long texts
@@ -90,8 +91,8 @@ class Probe(Step["ProbeResult"]):
         def text() -> str:
             done = f"is complete in {store.path}: nothing to do" if result.already_done else f"in {store.path}"
             counts = [
-                f"{count} of {len(ranked[name])} heads have a {name} above {BEHAVIOURS[name].threshold:g}"
-                f" ({BEHAVIOURS[name].source})"
+                f"heads with a {name} above {BEHAVIOURS[name].threshold:g} ({BEHAVIOURS[name].source}):"
+                f" {count} of {len(ranked[name])}"
                 for name, count in above.items()
             ]
             shown = text_table([row for row in rows if row["rank"] <= _SHOWN])

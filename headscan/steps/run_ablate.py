@@ -21,6 +21,7 @@ from headscan.steps.checks import check_next_token_head
 from headscan.steps.run_evaluation import Purpose, run_evaluation
 from headscan.store.records import ArmKind
 from headscan.store.tables import EACH
+from headscan.text_tables import counted
 from headscan.texts.example_questions import ExampleQuestions
 from headscan.texts.held_out_text import HeldOutText
 from headscan.texts.labelled_texts import read_labelled
@@ -74,7 +75,7 @@ def run_ablate(config: Ablate, run: Run) -> AblateResult:
     for mode in config.modes:
         grid = run.facts.grid
         arms += head_arms(grid, mode, replacement) if questions.examples is None else site_head_arms(grid, mode)
-    run.say(f"{len(arms)} arms: the baseline and {len(arms) - 1} sets of heads, on {asked}")
+    run.say(f"{counted(len(arms), 'arm')}: the baseline and {counted(len(arms) - 1, 'set')} of heads, on {asked}")
     purpose = Purpose("ablate", {"replace": config.replacement.kind, **dict(replacement.details)}, judges_arms=False)
     run_id = run_evaluation(config, run, arms, questions=questions, purpose=purpose)
     with at_work("effects and their intervals"):
@@ -86,7 +87,7 @@ def _questions(config: Ablate, run: Run) -> tuple[Questions, str]:
     if config.data is not None:
         texts = read_labelled(config.data, run.model, run.identity, config.max_tokens)
         examples = ExampleQuestions(texts, config.metric, run.identity.max_tokens)
-        return Questions(TaskConfig(), None, run.identity, examples=examples), f"{len(texts.texts)} examples"
+        return Questions(TaskConfig(), None, run.identity, examples=examples), counted(len(texts.texts), "example")
     check_next_token_head(run)
     text = None
     if not config.tasks.names:
@@ -95,4 +96,6 @@ def _questions(config: Ablate, run: Run) -> tuple[Questions, str]:
             config.corpus, run.model, sequences=config.sequences, max_tokens=config.max_tokens, identity=run.identity
         )
     questions = Questions(config.tasks, None, run.identity, text)
-    return questions, f"{questions.tasks.questions} questions" if text is None else f"{len(text.chunks)} texts"
+    if text is None:
+        return questions, counted(questions.tasks.questions, "question")
+    return questions, counted(len(text.chunks), "text")

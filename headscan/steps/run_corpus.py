@@ -121,8 +121,8 @@ def run_corpus(
             extent = "the first " if has_more_shards else ""
             documents = report.documents if report.drawn is None else report.drawn.documents
             lines.append(
-                f"{report.truncated:,} of {extent}{documents:,} documents exceed {tokens.longest:,} "
-                "tokens: only their beginnings are measured; the mode chunk measures all of them"
+                f"documents of more than {tokens.longest:,} tokens, of which only the beginning is measured:"
+                f" {report.truncated:,} of {extent}{documents:,} (the mode chunk measures all of them)"
             )
         return lines
 
@@ -238,7 +238,7 @@ def measure_shards(
         tally = _ShardTally(ledger.run_id, record.corpus, ledger.state.shards, part)
         try:
             with (
-                Progress(record.kind, total_sequences, "sequences") as progress,
+                Progress(record.kind, total_sequences, "sequence") as progress,
                 ShardWriter(run.store, ledger.run_id) as writer,
             ):
                 pool_task, counts_passes = task, False

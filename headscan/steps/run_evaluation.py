@@ -32,6 +32,7 @@ from headscan.steps.plan_arms import window_notes
 from headscan.steps.question_step import QuestionStep
 from headscan.store.records import ArmRecord, RunKind, RunRecord
 from headscan.store.store import Store, run_identity
+from headscan.text_tables import counted
 from headscan.texts.tasks import Questions, TaskResults
 from headscan.texts.token_requests import LogLikelihood
 from headscan.verdicts.verdict_rows import record_verdicts
@@ -86,7 +87,7 @@ def run_evaluation(
         specs = dict.fromkeys(arm.model for arm in unfinished.values())
         for spec in sorted(specs, key=lambda spec: spec is not None):  # the model of the baseline is open
             model_arms = {arm_id: arm for arm_id, arm in unfinished.items() if arm.model == spec}
-            title = f"{len(model_arms)} arm{'s' * (len(model_arms) > 1)}"
+            title = counted(len(model_arms), "arm")
             with nullcontext(run) if spec is None else run.on(spec, models[spec]) as of_model:
                 settings = _answering_settings(of_model, config.share_prefixes, questions, interventions)
                 answered = answer_arms(ledger, of_model.pool, model_arms, chunks, settings, title=title, say=run.say)
@@ -104,8 +105,8 @@ def run_evaluation(
                 record_verdicts(run.store, ledger.run_id)
         if failed:
             raise NotFiniteError(
-                f"{len(failed)} of {len(arms)} arms have NaN log-likelihoods and no result: {', '.join(failed)}. Load"
-                " the model in another `dtype`"
+                f"NaN log-likelihoods, and so no result, in {len(failed)} of {counted(len(arms), 'arm')}:"
+                f" {', '.join(failed)}. Load the model in another `dtype`"
             )
     return ledger.run_id
 
@@ -258,7 +259,7 @@ def _figures(arm: Arm, graded: TaskResults, share: float) -> list[str]:
             correct_by_family[task.partition("@")[0] if is_recall else ""].append(correct)
     figures = []
     for family, values in sorted(correct_by_family.items()):
-        name = family or f"accuracy on {len(values)} questions"
+        name = family or f"accuracy on {counted(len(values), 'question')}"
         figures.append(f"{name} {np.mean(values):.2%}")
     for row in graded.results.to_pylist():
         if row["task"] not in graded_tasks and not row["is_group"] and row["value"] is not None:

@@ -28,6 +28,7 @@ from headscan.runs.progress import Progress
 from headscan.runs.run_context import Run
 from headscan.settings.corpus_settings import SHORTEST
 from headscan.steps.gates import Gates as GatesStep
+from headscan.text_tables import counted
 from headscan.texts.sequences import read_spread
 
 
@@ -97,7 +98,7 @@ def run_gates(config: GatesStep, run: Run) -> GatesResult:
         heads = down.closed(closed)
         if left := down.still_open(heads):
             run.say(
-                f"{len(left)} of the {closed} heads of the mask are open in the fit (gate above 0.5): share"
+                f"open in the fit (gate above 0.5): {len(left)} of the {counted(closed, 'head')} of the mask, so share"
                 f" {config.fit.share:g} is not reached. Raise `steps`, or lower `share`"
             )
         run.store.add_mask(
@@ -157,7 +158,7 @@ def _fit(
             advanced(state.step - before)
         return gates_of(grid, state)
 
-    with Progress("gates", config.fit.steps * (1 + config.two_sided), "steps") as progress:
+    with Progress("gates", config.fit.steps * (1 + config.two_sided), "step") as progress:
         down = fitted("down", config.fit, progress.update)
         return down, fitted("up", opposite(config.fit, down), progress.update) if config.two_sided else None
 

@@ -39,6 +39,7 @@ from headscan.runs.run_context import ModelContext
 from headscan.steps.damage_measurement import Measurement, read_prompts
 from headscan.steps.plan import Plan
 from headscan.store.verdict_limits import MIN_RETAINED, TAIL
+from headscan.text_tables import counted
 from headscan.verdicts.paired import Interval, t_quantile
 from headscan.windows import KeptKeys, KvHead, Window
 
@@ -67,7 +68,7 @@ def measured_plans(config: Plan, model: ModelContext, budgets: Sequence[BudgetRe
     )
     with model.resumable_numbers(record) as known:
         measurement = Measurement.of(config, model, prompts, known)
-        widths = f"{len(config.windows)} width{'s' * (len(config.windows) > 1)}"
+        widths = counted(len(config.windows), "width")
         model.say(f"damage of a window on {len(measurement.units)} {config.unit_names}, {widths}")
         estimates = {window: measurement.damages(window) for window in config.windows}
         chosen = smallest_windows({window: list(of_heads.values()) for window, of_heads in estimates.items()})

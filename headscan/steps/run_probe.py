@@ -125,7 +125,7 @@ def run_probe(config: Probe, run: Run) -> ProbeResult:
     grid = run.facts.grid
     with run.ledger(record) as ledger:
         run_id, found = ledger.run_id, dict[str, np.ndarray]()
-        with Progress("probe", sum(item.sequences for item in items), "sequences") as progress:
+        with Progress("probe", sum(item.sequences for item in items), "sequence") as progress:
             for item, numbers, is_new in measured(run.pool, probe_heads, items, ledger, _key, _numbers):
                 found[item.name] = numbers.astype(np.float32).reshape(-1, item.sequences, *grid.shape)
                 progress.count(item.sequences, is_new=is_new)

@@ -37,7 +37,7 @@ from headscan.steps.sweep import Sweep
 from headscan.store.records import ArmKind
 from headscan.store.store import Store
 from headscan.store.verdict_limits import QUESTIONS_PER_TEXT, RECALL_SPLITS, identical_questions
-from headscan.text_tables import html_text
+from headscan.text_tables import counted, html_text
 from headscan.texts import CorpusReport, TokenSequence, shards
 from headscan.texts.sequences import hash_ids
 from headscan.texts.tasks import Questions
@@ -201,7 +201,7 @@ def run_sweep(config: Sweep, run: Run) -> SweepResult:
     rules = sum(arm.kind is ArmKind.RULE for arm in arms)
     masks = sum(arm.kind is ArmKind.MASK for arm in arms)
     counts = {"rule": rules, "mask": masks, "random control": len(arms) - rules - masks - 1}
-    parts = [f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items()]
+    parts = [counted(count, name) for name, count in counts.items()]
     run.say(f"{len(arms)} arms: the baseline, {', '.join(parts)}")
     # Each replacement is a run of its own: whether heads are inactive and whether they are constant is chosen apart.
     purpose = EVALUATE

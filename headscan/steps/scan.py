@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.catalog import PROFILES, STATISTICS, MassWidths, Panel, check_statistics, panel_names
-from headscan.options import Count, Group, Option, check_limits
+from headscan.options import Count, Group, Option, check_limits, short
 from headscan.steps.corpus_step import CorpusRunError, CorpusStep
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Part:
         return cls(int(match[1]), int(match[2]))
 
 
+@short
 @dataclass(frozen=True)
 class Scan(CorpusStep):
     """measure every attention head on a corpus

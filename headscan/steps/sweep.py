@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.catalog import RANKED_CRITERIA, SCORES
 from headscan.errors import InterventionError
-from headscan.options import Group, Option
+from headscan.options import Group, Option, short
 from headscan.settings.corpus_settings import CorpusSpec
 from headscan.settings.evaluation_settings import SCORE_SETS, MaskOrderOption, ReplacementConfig
 from headscan.steps.question_step import QuestionStep
@@ -32,6 +32,7 @@ Confirm = Annotated[
 SWEPT_SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 
 
+@short
 @dataclass(frozen=True)
 class Sweep(QuestionStep["SweepResult"]):
     """evaluate every score at every share on a task, with masks and random controls

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from headscan.store.records import SHARDED_KINDS, RunRecord
+from headscan.text_tables import counted
 
 #: What each single value is called in a message.
 _LABELS = {"code_version": "headscan", "device": "device", "code_files_hash": "model code files"}
@@ -72,7 +73,8 @@ def unfinished_runs(runs: Iterable[Mapping[str, Any]], record: RunRecord, run_id
             continue
         shards = ""
         if record.kind in SHARDED_KINDS:
-            shards = f", {run['finished_shards']} of {run['total_shards'] or '?'} shards"
+            total = run["total_shards"]
+            shards = f", {run['finished_shards']} of {counted(total, 'shard') if total else '? shards'}"
         yield (
             f"{', '.join(_differences(run, record)) or 'settings'} changed since run {run['run_id']} ({run['status']}"
             f"{shards}). A new run begins; the old rows stay, and summary views leave out unfinished runs"

@@ -51,7 +51,7 @@ _SCALE = "the harm is the accuracy lost (0 to 1), the hundredth of the BLEU lost
 class Role:
     """A role: a number of a query head, measured by runs of one kind, which ``comparison`` compares with a threshold in
     its unit. ``numbers`` is SQL for run_id, site, layer, head, value and key_offset. The sources are the papers that
-    define the number and the threshold, or headscan.
+    define the number and the threshold, or headscan. ``options`` are those of the verb ``measured_by`` that measure it.
     """
 
     name: str
@@ -62,6 +62,12 @@ class Role:
     threshold: float
     source: str
     threshold_source: str = OWN
+    options: tuple[str, ...] = ()
+
+    @property
+    def reads_texts(self) -> bool:
+        """The verb needs a corpus."""
+        return self.measured_by != "probe"
 
     @property
     def rule(self) -> str:
@@ -154,6 +160,9 @@ def _behaviour(role: str, behaviour: str) -> Role:
     return Role(role, behaviour, numbers, "probe", ">", limit, declared.source, source)
 
 
+#: Options of a scan that computes the attention weights.
+_WEIGHTS = ("--panel", "full")
+
 ROLES: dict[str, Role] = {
     role.name: role
     for role in (
@@ -166,8 +175,18 @@ ROLES: dict[str, Role] = {
             0.9,
             "arXiv 1905.09418",
             "arXiv 1905.09418",
+            _WEIGHTS,
         ),
-        Role("confident", "confidence", _scanned("confidence"), "scan", ">", _MOSTLY, "arXiv 1905.09418"),
+        Role(
+            "confident",
+            "confidence",
+            _scanned("confidence"),
+            "scan",
+            ">",
+            _MOSTLY,
+            "arXiv 1905.09418",
+            options=_WEIGHTS,
+        ),
         _behaviour("previous_token", "previous_token_score"),
         _behaviour("induction", "induction_score"),
         _behaviour("retrieval", "retrieval_score"),
@@ -199,6 +218,7 @@ ROLES: dict[str, Role] = {
             MARGIN / 100,
             "arXiv 2504.03889",
             "arXiv 2504.03889 for accuracy, headscan for losses",
+            ("--each",),
         ),
         Role(
             "constant",
@@ -208,6 +228,7 @@ ROLES: dict[str, Role] = {
             "<",
             MARGIN / 100,
             OWN,
+            options=("--each", "--replace", "mean"),
         ),
     )
 }

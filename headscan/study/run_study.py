@@ -117,8 +117,8 @@ def _check_model(file: Path, run: Run) -> None:
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     if differing := [name for name, value in run.identity.fingerprint().items() if known.get(name) != value]:
         raise StudyError(
-            f"{file.parent} holds a study of another model ({', '.join(differing)} differ). Choose another folder as"
-            " `out`"
+            f"{file.parent} holds a study of another model (differing: {', '.join(differing)}). Choose another folder"
+            " as `out`"
         )
 
 
@@ -343,7 +343,7 @@ class _Study:
             recall = f", {here.recall:,} of each recall task" * bool(here.recall)
             self.run.say(f"look {first} of {len(looks)}: {here.questions:,} questions{recall}")
             for kind in kinds:
-                judged[kind] = judge_shares(verdict, tried[kind].saving.tried, losses, stopped)
+                judged[kind] = judge_shares(verdict, tried[kind].saving.tried, stopped)
                 last = judged[kind][-1]
                 if last.look is not None and goes_on(verdict.by_name[last.name], looks, config.questions or 0):
                     look[kind] = last.look + 1
@@ -390,6 +390,7 @@ class _Study:
             plan=plan,
             plan_file=None if plan is None else files[0],
             answers=[saving.card() for saving in savings],
+            cache=next((saving.cache_counted for saving in savings if saving.length), None),
         )
 
     # What the steps share.

@@ -73,6 +73,11 @@ class Saving:
     stopped: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def cache_counted(self) -> tuple[int, dict[str, float]]:
+        """The length at which the cache is counted, and the share of it that each arm leaves."""
+        return self.length, {name: 1 - saved for name, saved in self.cache_saved.items()}
+
+    @property
     def safe(self) -> ShareVerdict | None:
         """The largest safe share; None if none is shown to be safe."""
         return largest_safe(self.judged)
@@ -244,6 +249,10 @@ class StudyAnswer:
 
     def _repr_html_(self) -> str:
         return html_text(str(self))
+
+    def __repr__(self) -> str:
+        savings = "; ".join(f"{each.kind.name}: {each.answer()}" for each in self.savings)
+        return f"StudyAnswer({self.model}, {self.questions:,} questions: {savings or 'a dry run'})"
 
     def save(self, path: Path) -> None:
         """Write the answers as JSON."""

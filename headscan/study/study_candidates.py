@@ -21,6 +21,7 @@ from headscan.store.verdict_limits import MIN_RETAINED
 from headscan.study.study_answer import ABLATED, CACHED, REMOVED, Saving, SavingKind
 from headscan.study.study_engines import Serving, heads_commands, model_commands, plan_commands, saved_by
 from headscan.study.study_step import Study
+from headscan.verdicts.curves import STUDY
 from headscan.verdicts.judge import judge
 from headscan.verdicts.metrics import read_losses
 from headscan.verdicts.ordered_shares import ShareVerdict
@@ -120,7 +121,7 @@ def mask_arms(criterion: str, order: Sequence[tuple[int, int]], shares: Sequence
     arms = []
     for share in shares:
         name, heads = f"mask {criterion} {100 * share:g}% of study", HeadMask(order[: head_count(share, len(order))])
-        arms.append(Arm(name, ArmKind.MASK, heads, criterion, share, selection="study"))
+        arms.append(Arm(name, ArmKind.MASK, heads, criterion, share, selection=STUDY))
     return arms
 
 

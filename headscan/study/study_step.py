@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Unpack
 from headscan.catalog import CRITERIA, DEFAULT_SINK, IMPORTANCES, RECALL_NAMES, SCORES
 from headscan.errors import HeadscanError
 from headscan.grid import Unit
-from headscan.options import Group, Option, check_limits
+from headscan.options import Group, Option, check_limits, short
 from headscan.settings.corpus_settings import DEMO_CORPUS, SHORTEST, CorpusSpec
 from headscan.settings.evaluation_settings import LOSS_LIMITS, POINT_LIMITS, RECALL_PROMPTS, TASK_TOKENS, TaskConfig
 from headscan.settings.option_values import file_values, make_settings
@@ -47,6 +47,7 @@ class StudyError(HeadscanError):
     """A study that cannot be made with these settings."""
 
 
+@short
 @dataclass(frozen=True)
 class Study(Step["StudyAnswer"]):
     """find how many heads and how much KV cache can go, and write the smaller files
@@ -327,5 +328,7 @@ def resumed(path: Path, config: Study) -> Study | None:
     asked = replace(config, **decided)
     if asked != known:
         names = [each.name for each in fields(config) if getattr(asked, each.name) != getattr(known, each.name)]
-        raise StudyError(f"{path} records another study ({', '.join(names)} differ). Choose another folder as `out`")
+        raise StudyError(
+            f"{path} records another study (differing: {', '.join(names)}). Choose another folder as `out`"
+        )
     return known

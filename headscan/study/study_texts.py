@@ -215,8 +215,8 @@ def _unshared(
     notes = [
         f"texts that judge share at most {largest:.1%} of their runs of {RUN} words with the other parts (limit"
         f" {MOST_SHARED:.0%})",
-        f"{moved} of {len(every)} blocks shared more and measure instead" if moved else "",
-        f"{is_copy.sum()} copies of blocks are left out" if is_copy.any() else "",
+        f"blocks that shared more and measure instead: {moved} of {len(every)}" if moved else "",
+        f"copies of blocks that are left out: {is_copy.sum()}" if is_copy.any() else "",
     ]
     say("; ".join(filter(None, notes)))
     return {part: [every[at] for at in np.flatnonzero((part_of == part) & ~is_copy).tolist()] for part in parts}

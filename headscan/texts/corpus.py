@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from headscan.errors import first_line
 from headscan.settings.corpus_settings import CorpusError, CorpusSpec
+from headscan.text_tables import counted
 from headscan.texts.data_sets import open_hub, read_hub
 from headscan.texts.documents import Document, Entry, LocalFile, is_compressed, suffix_of, text_entry
 from headscan.texts.files import FORMATS, TEXT_SUFFIXES, hash_file, list_folder, read_file
@@ -147,7 +148,7 @@ class GivenTexts(Corpus):
     def __init__(self, texts: Sequence[str]) -> None:
         if isinstance(texts, str):
             raise CorpusError(f"`texts` is one text: {texts[:20]!r}. Pass a list of texts")
-        self.spec, self.texts, self.description = CorpusSpec("texts"), tuple(texts), f"{len(texts)} texts"
+        self.spec, self.texts, self.description = CorpusSpec("texts"), tuple(texts), counted(len(texts), "text")
 
     def entries(self) -> Iterator[Iterator[Entry]]:
         return iter([(text_entry(f"text {number}", text) for number, text in enumerate(self.texts, 1))])

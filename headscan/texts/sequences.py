@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from headscan.settings.corpus_settings import CorpusError, CorpusSpec, TokenConfig, TokenMode
+from headscan.text_tables import counted
 from headscan.texts.corpus import Corpus, open_corpus
 from headscan.texts.documents import Document
 from headscan.texts.drawing import BLOCK, Draw, DrawnBlock
@@ -96,17 +97,19 @@ class CorpusReport:
         if self.truncated:
             lines.append(f"documents truncated: {self.truncated:,} (the modes chunk and pack keep the rest)")
         if self.dropped_tokens:
-            rest = f", and the rest of {self.partly_tokenised:,} long documents" if self.partly_tokenised else ""
+            rest = (
+                f", and the rest of {counted(self.partly_tokenised, 'long document')}" if self.partly_tokenised else ""
+            )
             lines.append(f"tokens cut off or in pieces too short: {self.dropped_tokens:,}{rest}")
         return lines
 
     def total(self) -> str:
         """Return what was read in one line, and where drawn sequences come from."""
-        read = f"{self.sequences:,} sequences, {self.tokens:,} tokens"
+        read = f"{counted(self.sequences, 'sequence')}, {counted(self.tokens, 'token')}"
         if self.drawn is None:
-            return f"{self.documents:,} documents, {read}"
+            return f"{counted(self.documents, 'document')}, {read}"
         files = f" in {self.drawn.files:,} of {self.drawn.of_files:,} files" if self.drawn.of_files > 1 else ""
-        documents = f"{self.drawn.documents:,} of {self.documents:,} documents{files}"
+        documents = f"{self.drawn.documents:,} of {counted(self.documents, 'document')}{files}"
         return f"{read}, drawn from {documents} by a hash of the text"
 
     def problems(self) -> list[str]:

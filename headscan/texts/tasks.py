@@ -322,8 +322,8 @@ class Tasks:
         ]
         shares = shares_with(questions, texts)
         return (
-            f"{(shares > MOST_SHARED).sum():,} of {len(questions):,} questions of {', '.join(self._config.names)} have"
-            f" more than {MOST_SHARED:.0%} of their runs of {RUN} words in {what} (at most"
+            f"questions of {', '.join(self._config.names)} with more than {MOST_SHARED:.0%} of their runs of {RUN}"
+            f" words in {what}: {(shares > MOST_SHARED).sum():,} of {len(questions):,} (at most"
             f" {shares.max(initial=0.0):.1%})"
         )
 
@@ -534,7 +534,7 @@ class Questions:
         # The choices of a question are often one input.
         cut = len({_input(self.requests[key]) for key in self._lm.truncated})
         notes = self.tasks.notes + self._notes
-        return notes + ([f"{cut} prompts are longer than the context; their beginning is cut off"] if cut else [])
+        return notes + [f"prompts longer than the context, whose beginning is cut off: {cut:,}"] * bool(cut)
 
     def longest_input(self, *, generated: bool = False) -> int:
         """Return the tokens of the longest input; ``generated`` counts those that a prompt's answer may add."""

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from headscan.errors import VerdictError
 from headscan.store.records import ArmKind, ArmRecord
 from headscan.store.tables import ACCURACY, BITS_PER_BYTE, LOSS
-from headscan.store.verdict_limits import MARGIN, MAX_LOSS, MIN_DOCUMENTS, MIN_RETAINED, points_words
+from headscan.store.verdict_limits import MARGIN, MAX_LOSS, MIN_DOCUMENTS, points_words
+from headscan.text_tables import counted
 from headscan.verdicts.controls import Controls, PrunedControls, loss_increase
 from headscan.verdicts.metrics import (
     RATES,
@@ -346,9 +347,15 @@ class ArmVerdict:
             [each for each in self.metrics if not (each.task in loss_tasks and each.metric in (LOSS, BITS_PER_BYTE))]
         )
 
-    def sentence(self) -> str:
-        """Return the verdict on the arm with its numbers."""
-        return f"{self.name}{_size(self.arm)}: {'. '.join(filter(None, _sentences(self)))}."
+    def __repr__(self) -> str:
+        return f"ArmVerdict({self.name}: {self.label}{f', {self.why}' if self.why else ''})"
+
+    def sentence(self, *, name_missing_controls: bool = True) -> str:
+        """Return the verdict on the arm with its numbers. Intervals are of 95 %; recall left is the share of what the
+        model itself recalls beyond guessing.
+        """
+        said = filter(None, _sentences(self, name_missing_controls))
+        return f"{self.name}{_size(self.arm)}: {'. '.join(said)}."
 
 
 def _all_known(numbers: Iterable[int | None]) -> list[int]:
@@ -461,7 +468,7 @@ def _text_gap(verdict: ArmVerdict, loss: Increase | None, needed: int | None) ->
         return "the loss of text cannot be compared with that of the model itself"
     limit = verdict.max_loss
     if loss.high <= limit or not isfinite(loss.high):
-        texts = f"{loss.documents:,} text{'s' * (loss.documents != 1)}"
+        texts = counted(loss.documents, "text")
         gap = f"{texts} cannot show that the loss rises by at most {limit:g} nats per token"
     else:
         gap = f"the loss may rise by {loss.high:.3g} nats per token (limit {limit:g})"
@@ -493,7 +500,7 @@ def _size(arm: ArmRecord) -> str:
     return f" ({arm.size:.1%} of heads removed{remain})"
 
 
-def _sentences(verdict: ArmVerdict) -> list[str]:
+def _sentences(verdict: ArmVerdict, name_missing_controls: bool) -> list[str]:
     """Return the sentences after the arm's name; empty ones are skipped."""
     metrics = [f"Measured {each}" for each in metric_words(verdict.metrics)]
     controls = [each.words() for each in verdict.pruned_controls]
@@ -504,14 +511,14 @@ def _sentences(verdict: ArmVerdict) -> list[str]:
     accuracy = verdict.accuracy
     return [
         _conclusion(verdict),
-        f"Accuracy {accuracy.arm:.2f} % against {accuracy.baseline:.2f} % on {accuracy.questions} questions:"
+        f"Accuracy {accuracy.arm:.2f} % against {accuracy.baseline:.2f} % on {counted(accuracy.questions, 'question')}:"
         f" {accuracy.interval.words(unit=' points')}, p = {accuracy.p_value:.3g}",
         _expected_words(verdict),
         *metrics,
         _worst_task(verdict),
         _tasks_at_chance(verdict),
         _recall_words(verdict),
-        _control_words(verdict),
+        _control_words(verdict) if name_missing_controls or verdict.controls is not None else "",
         *controls,
     ]
 
@@ -533,11 +540,7 @@ def _recall_words(verdict: ArmVerdict) -> str:
     if not verdict.judged_recall:
         return "Recall cannot be judged: the baseline fails the recall tasks"
     left = ", ".join(each.words() for each in verdict.judged_recall)
-    return (
-        f"Recall left, where 100 % is what the whole model does beyond guessing: {left}"
-        f" (95 % intervals; kept if at least {MIN_RETAINED:.0f} % is shown to be left, and no loss of more than"
-        f" {MARGIN:.0f} point of the answers is shown)"
-    )
+    return f"Recall left: {left}"
 
 
 def _control_words(verdict: ArmVerdict) -> str:
@@ -607,5 +610,5 @@ def _tasks_at_chance(verdict: ArmVerdict) -> str:
 def _task_names(tasks: Sequence[TaskVerdict]) -> str:
     """Return the names of the first tasks and the number of others."""
     unnamed = len(tasks) - _MAX_NAMED_TASKS
-    others = f" and {unnamed} other task{'s' * (unnamed > 1)}" if unnamed > 0 else ""
+    others = f" and {counted(unnamed, 'other task')}" if unnamed > 0 else ""
     return ", ".join(task.task for task in tasks[:_MAX_NAMED_TASKS]) + others

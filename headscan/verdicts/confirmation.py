@@ -28,6 +28,7 @@ from headscan.store.scan_tables import literal
 from headscan.store.store import Store
 from headscan.store.tables import ALL_TASKS, CONFIRMATION, SELECTION, SPLIT_VERDICTS
 from headscan.store.verdict_limits import MAX_LOSS, MIN_RETAINED
+from headscan.text_tables import counted
 from headscan.verdicts.answer_sheets import BENCHMARK, AnswerSheets, can_be_judged, finished_arms, read_answers
 from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.controls import SelectedRank, Standing, controls_needed, controls_of, judge_controls
@@ -87,14 +88,14 @@ class SweepChoice:
 
     def origin(self) -> str:
         """Return what the arm was selected from, and the questions that selected and judged it."""
-        arms = f"{self.candidates} {self.verdict.kind}{'' if self.candidates == 1 else 's'}"
+        arms = counted(self.candidates, self.verdict.kind.label)
         best = f"Best of {arms}" if self.selection_safe else f"Closest of {arms}, none of which is safe"
         judged_on = self.verdict.paired.questions
         if self.confirmed:
-            questions = f"selected on {self.selected_on:,} questions and judged on {judged_on:,} others"
+            questions = f"selected on {counted(self.selected_on, 'question')} and judged on {judged_on:,} others"
             recall = max((each.comparisons for each in self.verdict.judged_recall), default=self.comparisons)
             if max(self.comparisons, recall) > 1:
-                judged = f"{self.comparisons} arm{'s' * (self.comparisons > 1)}"
+                judged = counted(self.comparisons, "arm")
                 questions += f" by intervals widened for the {judged} that they have judged"
                 questions += f" ({recall} in recall)" * (recall != self.comparisons)
         else:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from headscan.store.records import ArmKind, ArmRecord
 from headscan.store.tables import BITS_PER_BYTE, LOSS
+from headscan.text_tables import counted
 from headscan.verdicts.metrics import Increase, TaskMetric
 from headscan.verdicts.paired import PairedDifference
 
@@ -97,7 +98,7 @@ class SelectedRank:
         return _reaches_level(self.p_value)
 
     def words(self) -> str:
-        scores = f"{self.scores} score{'s' * (self.scores > 1)}"
+        scores = counted(self.scores, "score")
         if self.beaten is None:
             return (
                 f"at least {controls_needed(self.scores):,} random controls of every share are needed to show a better"
@@ -153,7 +154,7 @@ class Controls:
                 size += f" (they {'remove' if kind.is_pruned else 'ablate'} {self.ablated_share:.1%})"
         count = len(self.arms)
         spread = f"{self.lowest:+.2f} to {self.highest:+.2f} points" if count > 1 else f"{self.mean:+.2f} points"
-        controls = f"{count} random choice{'s' * (count > 1)} {size}"
+        controls = f"{counted(count, 'random choice')} {size}"
         verb = "loses" if self.beaten == 1 else "lose"
         return f"Of {controls}, {self.beaten} {verb} more accuracy ({spread}); {self._proof()}"
 
@@ -210,7 +211,7 @@ class PrunedControls:
         if self.layers_dropped is None:
             what = "Random heads"
         else:
-            what = f"Dropping {self.layers_dropped} whole attention layer{'s' * (self.layers_dropped > 1)}"
+            what = f"Dropping {counted(self.layers_dropped, 'whole attention layer')}"
             if self.ablated_share is not None:
                 what += f" ({self.ablated_share:.1%} of heads)"
         return f"{what} with the same repair: {', '.join(parts)}"

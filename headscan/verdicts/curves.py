@@ -14,6 +14,10 @@ from headscan.store.records import RANDOM_KINDS_SQL, ArmKind
 from headscan.store.store import Store
 from headscan.verdicts.verdict_rows import read_verdict_rows
 
+#: Selection of the arms of a study. It asks for one share after the other and stops at the first failure
+#: (`ordered_shares`), so that no question selects a share.
+STUDY = "study"
+
 
 class SweepPoint(NamedTuple):
     """A point of a curve, as in the view ``sweep_points``. Numbers are shares from 0 to 1."""
@@ -129,5 +133,5 @@ def _curve_name(kind: ArmKind, criterion: str | None, selection: str | None) -> 
 
 
 def is_sweep(curves: Sequence[Curve]) -> bool:
-    """Return True if a curve has two or more ablated shares."""
-    return any(len(curve.points) > 2 for curve in curves)
+    """Return True if a curve of masks or rules has two or more shares that compete. Those of a study do not."""
+    return any(curve.kind.ablates and curve.selection != STUDY and len(curve.points) > 2 for curve in curves)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
@@ -12,6 +13,7 @@ from headscan.store.records import ArmRecord
 from headscan.store.store import Store
 from headscan.store.tables import LOSS
 from headscan.store.verdict_limits import BENCHMARK_SPLITS, MARGIN, MAX_LOSS, RECALL_SPLITS
+from headscan.text_tables import counted
 from headscan.verdicts.answer_sheets import BENCHMARK, EXPECTED, Scope, finished_arms
 from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.controls import Controls, PrunedControls, judge_controls, pruned_controls
@@ -31,6 +33,7 @@ class Verdict:
         finished: All finished arms but the baseline, controls last.
         unrecorded: Rows of ``arm_verdicts`` that were computed because the store lacks them.
         max_loss: Limit of the rise of the text's loss, in nats per token.
+        losses: Increases of the loss of text that another run measured, by arm, also of arms that were not asked.
         looks: The planned looks of a study's run, whose arms may have been asked different numbers of questions.
     """
 
@@ -41,6 +44,13 @@ class Verdict:
     unrecorded: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
     max_loss: float = MAX_LOSS
     looks: tuple[Look, ...] = ()
+    losses: Mapping[str, Increase] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        outcomes = Counter(str(arm.outcome) for arm in self.finished if not arm.kind.is_control)
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
+        finished = self.progress or counted(len(self.finished), "arm")
+        return f"Verdict(run {self.run_id} of {self.model}: {finished}; {counts})"
 
     def __str__(self) -> str:
         """Return the progress if arms are unfinished, and the verdicts as a table."""
@@ -68,8 +78,13 @@ class Verdict:
         return f"{finished} of {finished + self.unfinished} arms finished" if self.unfinished else ""
 
     def sentences(self) -> list[str]:
-        """Return one sentence per arm that is no control, after the progress if arms are unfinished."""
-        lines = [arm.sentence() for arm in self.by_name.values() if not arm.kind.is_control]
+        """Return one sentence per arm that is no control, after the progress if arms are unfinished. A last one says
+        that none of several arms has a random control.
+        """
+        arms = [arm for arm in self.by_name.values() if not arm.kind.is_control]
+        lone = len(arms) > 1 and all(arm.controls is None for arm in arms)
+        lines = [arm.sentence(name_missing_controls=not lone) for arm in arms]
+        lines += ["No arm has a random control."] * lone
         return [f"{self.progress}.", *lines] if self.progress else lines
 
 
@@ -115,7 +130,7 @@ def judge(
         arms = finished_arms(store, run_id)
         if not arms.others:
             if baseline_alone:
-                return Verdict(run_id, run["model"], (), arms.unfinished, max_loss=max_loss)
+                return Verdict(run_id, run["model"], (), arms.unfinished, (), max_loss, looks, loss_increases)
             raise VerdictError(
                 f"run {run_id} has 0 finished arms in addition to the baseline (limit 1). Ablate heads with"
                 " `headscan evaluate`"
@@ -146,7 +161,9 @@ def judge(
         )
         for arm in arms.others
     )
-    return Verdict(run_id, run["model"], verdicts, arms.unfinished, tuple(rows.computed), max_loss, looks)
+    return Verdict(
+        run_id, run["model"], verdicts, arms.unfinished, tuple(rows.computed), max_loss, looks, loss_increases
+    )
 
 
 def judged_by(run: Mapping[str, Any]) -> Mapping[str, Any]:

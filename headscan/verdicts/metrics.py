@@ -105,7 +105,10 @@ class TaskMetric:
     increase: Increase | None = None
 
     def words(self) -> str:
-        text = f"{self.task} {self.metric}: {_number(self.arm)} against {_number(self.baseline)}"
+        name = f"{self.task} {self.metric}"
+        if self.arm is None and self.baseline is None:
+            return f"{name} {'has no value' if self.increase is None else self.increase.words()}"
+        text = f"{name}: {_number(self.arm)} against {_number(self.baseline)}"
         return text if self.increase is None else f"{text}: {self.increase.words()}"
 
 
@@ -319,4 +322,4 @@ def _is_rate(values: Mapping[str, np.ndarray]) -> bool:
 
 
 def _number(value: float | None) -> str:
-    return "nothing" if value is None else f"{value:.4g}"
+    return "no value" if value is None else f"{value:.4g}"

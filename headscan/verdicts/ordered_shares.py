@@ -62,19 +62,15 @@ class ShareVerdict:
 
 
 def judge_shares(
-    judged: Verdict,
-    shares: Sequence[tuple[str, float]],
-    losses: Mapping[str, Increase],
-    stopped: Mapping[str, str] | None = None,
+    judged: Verdict, shares: Sequence[tuple[str, float]], stopped: Mapping[str, str] | None = None
 ) -> list[ShareVerdict]:
     """Return the verdicts on shares of one kind, with the names of their arms, from small to large, fixed before the
     questions were read. The list ends with the first share that is not safe; it is empty if the first share has no
-    answers yet. ``losses`` are those of arms that may have lost before they were asked, too; ``stopped`` holds what
-    shares lose that are not asked, by the names of their arms.
+    answers yet. ``stopped`` holds what shares lose that are not asked, by the names of their arms.
     """
     verdicts: list[ShareVerdict] = []
     for name, share in shares:
-        loss = losses.get(name)
+        loss = judged.losses.get(name)
         if loss is not None and exceeds(loss, judged.max_loss):
             why = loss_words(loss, judged.max_loss)
             verdicts.append(ShareVerdict(name, share, loss, Outcome.LOSES, str(Outcome.LOSES), why))

@@ -7,7 +7,7 @@ from html import escape
 
 from headscan.store.tables import ACCURACY, LOSS
 from headscan.store.verdict_limits import limits_words
-from headscan.text_tables import html_table, text_table
+from headscan.text_tables import counted, html_table, text_table
 from headscan.verdicts.arm_verdict import EXPECTED_ACCURACY, ArmVerdict
 
 
@@ -49,7 +49,7 @@ def _whole_model(arm: ArmVerdict) -> str:
     """Return the numbers of the baseline, with which all arms are compared."""
     numbers = []
     if arm.accuracy is not None:
-        numbers.append(f"accuracy {arm.accuracy.baseline:.1f} % on {arm.accuracy.questions:,} questions")
+        numbers.append(f"accuracy {arm.accuracy.baseline:.1f} % on {counted(arm.accuracy.questions, 'question')}")
     numbers += [f"{each.family} {each.paired.baseline:.1f} % on {each.paired.questions:,}" for each in arm.recall]
     if not arm.recall:
         numbers.append("recall was not asked, so it may be lost")

@@ -46,6 +46,7 @@ from headscan.steps.prune.pruning_units import (
     skipped_by,
 )
 from headscan.steps.prune.work_folder import read_model, write_model
+from headscan.text_tables import counted
 from headscan.texts.held_out_text import HeldOutText
 
 #: Calibration tokens on which the divergence of a `LossBudget` is measured; it has little noise.
@@ -245,8 +246,8 @@ class _Chooser:
         count = max(1, round(heads * len(layers) / self._lm.grid.total_heads))
         if count >= len(layers):
             self._job.say(
-                f"no control without whole attention layers: {heads} heads are as many as {count} of {len(layers)}"
-                f" layers have (limit {len(layers) - 1})"
+                f"no control without whole attention layers: {counted(heads, 'head')} would take {count} of"
+                f" {counted(len(layers), 'layer')} (limit {len(layers) - 1})"
             )
             return ()
         return self._selection.choose(method=LAYER_DROP, count=count, seed=0)
@@ -298,7 +299,7 @@ class _Builder:
         if model.finished is not None:
             return model.finished
         config, removed = self._job.config, model.removed
-        self._job.say(f"{model.method}: {len(removed)} of {self._lm.grid.total_heads} heads are removed and repaired")
+        self._job.say(f"{model.method}: removing {len(removed)} of {self._lm.grid.total_heads} heads, with repair")
         weights = repaired_weights(config.repair, self._lm, self._calibration, removed)
         changes = {}
         if not model.is_control and self._held_out is not None:
@@ -339,6 +340,6 @@ def repaired_weights(
         weights = repair(lm, calibration, removed, RepairConfig(choice.targets), progress=lambda _: progress.update())
     if not choice.distill_steps or not weights:
         return weights
-    with Progress("distilling", choice.distill_steps, "steps") as progress:
+    with Progress("distilling", choice.distill_steps, "step") as progress:
         config = DistillConfig(choice.distill_steps)
         return distill(lm, calibration, removed, weights, config, progress=lambda _: progress.update())

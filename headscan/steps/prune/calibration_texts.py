@@ -19,6 +19,7 @@ from headscan.runs.progress import Progress
 from headscan.runs.run_context import ModelContext
 from headscan.settings.corpus_settings import SHORTEST
 from headscan.settings.saving_settings import PruneTexts, RecallPrompts
+from headscan.text_tables import counted
 from headscan.texts import CorpusSpec, TokenSequence
 from headscan.texts.held_out_text import HeldOutText, chunks
 from headscan.texts.recall_tasks import RecallSeries, fixed_by, recall_series
@@ -103,7 +104,7 @@ def decoded(tokenizer: Any, rows: Iterable[np.ndarray]) -> list[str]:
 
 def _size(texts: Sequence[TokenSequence]) -> str:
     documents = len({text.document for text in texts})
-    return f"{len(texts)} text{'s' * (len(texts) != 1)} from {documents} document{'s' * (documents != 1)}"
+    return f"{counted(len(texts), 'text')} from {counted(documents, 'document')}"
 
 
 class CalibrationPrompts(NamedTuple):
@@ -133,7 +134,7 @@ def read_recall(
     with fixed_by("Set `recall_weight` to 0"):
         found = recall_prompts(identity, tokens, config.prompts // 2, config.seed)
     for prompts in found:
-        with Progress(f"{prompts.name} with all heads", len(prompts.requests), "prompts", brief=True) as progress:
+        with Progress(f"{prompts.name} with all heads", len(prompts.requests), "prompt", brief=True) as progress:
             pool = PromptPool(model.pool, batch_tokens, identity.rope_lengths, progress=progress)
             _, greedy = pool.losses(prompts.requests, [ALL_KEYS])
         if (refused := refusal(prompts, greedy)) is None:

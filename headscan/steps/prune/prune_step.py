@@ -11,7 +11,7 @@ from headscan.catalog import CRITERIA, LAYER_DROP, RANDOM, RANKED_CRITERIA, SET_
 from headscan.cluster.placement_base import parse_bytes
 from headscan.errors import PruningError, unknown_name
 from headscan.grid import Unit, check_pairs, parse_head
-from headscan.options import Count, Group, Option, check_limits
+from headscan.options import Count, Group, Option, check_limits, short
 from headscan.pruning.selection_settings import SelectionConfig
 from headscan.settings.evaluation_settings import LOSS_LIMITS, TASK_TOKENS, RecallQuestions, TaskConfig
 from headscan.settings.saving_settings import PRUNE_METHODS, REPAIRS, KvCounts, PruneTexts, RecallPrompts
@@ -31,6 +31,7 @@ _CHOSEN = "no --heads; no --mask; no --import-heads"
 _JUDGED = "no --skip-verdict"
 
 
+@short
 @dataclass(frozen=True)
 class RepairChoice:
     """A repair.
@@ -73,6 +74,7 @@ class RepairChoice:
         return f"{self.name}, distill {self.distill_steps}" if self.distill_steps else self.name
 
 
+@short
 @dataclass(frozen=True)
 class Timing:
     """Timing of prefill and decoding.
@@ -128,6 +130,7 @@ def _method(name: str) -> str:
     return name
 
 
+@short
 @dataclass(frozen=True)
 class Prune(QuestionStep["PruneResult"]):
     """remove attention heads for good: a smaller model, repaired, saved and judged

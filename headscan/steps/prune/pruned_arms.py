@@ -17,6 +17,7 @@ from headscan.settings.saving_settings import KvCounts
 from headscan.steps.prune.held_out_losses import LossChange
 from headscan.steps.prune.model_costs import CostComparison
 from headscan.store.records import ArmKind
+from headscan.text_tables import counted
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def pruned_arm(built: BuiltModel, baseline: ModelSpec, identity: ModelIdentity) 
 def _arm_name(built: BuiltModel, mark: str) -> str:
     if built.kind is ArmKind.LAYERS_DROPPED:
         # Two shares can drop the same layers, and each needs its control.
-        layers = f"{len(built.skipped)} attention layer{'s' * (len(built.skipped) > 1)}"
+        layers = counted(len(built.skipped), "attention layer")
         return f"{layers} dropped for {100 * built.share:.3g}% {mark}"
     if built.kind is ArmKind.RANDOM_PRUNED:
         return f"random pruned {100 * built.share:.3g}% seed {built.seed} {mark}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from headscan.errors import InterventionError, unknown_name
-from headscan.options import Group, Option
+from headscan.options import Group, Option, short
 from headscan.settings.corpus_settings import ExamplesSpec, Metric, longest_text
 from headscan.settings.evaluation_settings import (
     DEFAULT_CRITERIA,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from headscan.verdicts.judge import Verdict
 
 
+@short
 @dataclass(frozen=True)
 class Referee(QuestionStep[Any]):
     """compare every published criterion of removing heads on one model

@@ -9,7 +9,7 @@ from itertools import chain
 
 from headscan.catalog import RANDOM
 from headscan.store.tables import ACCURACY, BLEU, LOSS
-from headscan.text_tables import text_table
+from headscan.text_tables import counted, text_table
 from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.controls import loss_increase
 from headscan.verdicts.criterion_points import ALL_SITES, Agreement, CriterionPoint, SitePoint, agreements, by_curve
@@ -185,7 +185,7 @@ def baseline_text(points: Sequence[SitePoint]) -> str:
     metric = METRICS[first.metric]
     shown = f"{metric.scale * first.effect.baseline:.{metric.digits + 1}f}"
     unit = {ACCURACY: " %", LOSS: " nats per token"}.get(first.metric, "")
-    return f"Without ablation: {first.metric} {shown}{unit} on {first.effect.n} examples."
+    return f"Without ablation: {first.metric} {shown}{unit} on {counted(first.effect.n, 'example')}."
 
 
 def site_agreements(points: Sequence[SitePoint], heads: Sequence[tuple[str, int, int]]) -> list[Agreement]:

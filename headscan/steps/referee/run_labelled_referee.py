@@ -35,6 +35,7 @@ from headscan.runs.run_context import Run
 from headscan.settings.evaluation_settings import TaskConfig
 from headscan.steps.referee.referee_step import Referee
 from headscan.steps.run_evaluation import Purpose, run_evaluation
+from headscan.text_tables import counted
 from headscan.texts.example_questions import ExampleQuestions
 from headscan.texts.labelled_texts import Answers, LabelledText, labelled_loss, read_labelled
 from headscan.texts.tasks import Questions
@@ -161,8 +162,8 @@ def run_labelled_referee(config: Referee, run: Run) -> LabelledRefereeResult:
     curves = list(_curves(config, run.facts.grid))
     names = {curve.name(share) for curve in curves for share in compared.shares}
     run.say(
-        f"{', '.join(config.criteria)}: {len(names) + 1} arms on {len(judging)} examples; {len(ranking)} examples order"
-        " the heads"
+        f"{', '.join(config.criteria)}: {len(names) + 1} arms on {counted(len(judging), 'example')}; order of the heads"
+        f" from {counted(len(ranking), 'example')}"
     )
     facts = {"ranked_by": ranked_by, "batch_tokens": run.batch_tokens}
     record = run.record(
@@ -266,7 +267,7 @@ def _arms(
             else:
                 now = values
                 if path is not None and removed and curve.seed is None:
-                    run.say(f"measuring {curve.criterion} without {len(removed)} heads of {curve.site}")
+                    run.say(f"measuring {curve.criterion} without {counted(len(removed), 'head')} of {curve.site}")
                     now = site_values(run.pool, replace(item, names=(curve.criterion,), intervention=_mask(removed)))
                 removed = curve.first(head_count(share, len(curve.heads)), removed, now)
                 known.add(key, [(kinds.index(site), *head) for site, head in removed])

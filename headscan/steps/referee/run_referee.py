@@ -42,6 +42,7 @@ from headscan.steps.referee.referee_step import Referee
 from headscan.steps.run_evaluation import run_evaluation
 from headscan.steps.run_importance import recall_texts
 from headscan.store.records import ArmKind
+from headscan.text_tables import counted
 from headscan.texts.recall_tasks import fixed_by
 from headscan.texts.tasks import Questions
 
@@ -105,7 +106,7 @@ def _by_value(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapp
     for name in job.criteria:
         removed: tuple[Head, ...] = ()
         for count in sorted(job.counts):
-            job.say(f"measuring {name} without {len(removed)} heads")
+            job.say(f"measuring {name} without {counted(len(removed), 'head')}")
             with at_work(f"measuring {name}"):
                 order = ranked(head_values(lm, calibration, [name], removed, prompts=prompts)[name], removed)
             removed = tuple(sorted([*removed, *order[: count - len(removed)]]))

@@ -76,3 +76,21 @@ def test_comparison_errors_are_one_line(
         out, err = capsys.readouterr()
         assert out == "" and err.startswith("headscan: ") and err.count("\n") == 1
         assert all(word in err for word in words)
+
+
+def test_without_ids_the_newest_scans_are_compared(
+    runs: tuple[Store, str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    store, first, second = runs
+    where = ["--store", str(store.path)]
+    for words, ids in (([], [second, first]), (["--by-layer"], [second, first]), (["--masks"], [second])):
+        assert main(["compare", *words, *where]) == 0
+        shown = capsys.readouterr()
+        assert main(["compare", *ids, *words, *where]) == 0
+        assert capsys.readouterr().out == shown.out
+        assert all(f"from scan {run_id}" in shown.err for run_id in ids)
+    alone = write_scan(tmp_path / "one.duckdb", make_stats()).store
+    assert main(["compare", "--store", str(alone.path)]) == 0
+    assert capsys.readouterr().out.splitlines()[0].split()[:2] == ["score", "picked"]
+    assert main(["compare", "--by-layer", "--store", str(alone.path)]) == 2
+    assert "has 1 scan of these heads (limit 2)" in capsys.readouterr().err

@@ -9,26 +9,25 @@ import pyarrow as pa
 import pytest
 
 from headscan.cli.main import main, read_command, verb_class
-from headscan.cli.roles import COMMANDS, _listed
-from headscan.ranking.head_roles import RoleHead
+from headscan.cli.roles import role_command
+from headscan.ranking.head_roles import RoleHead, strongest_words
 from headscan.store.records import RunRecord
 from headscan.store.store import Store
 from headscan.store.views import ROLES
 
 
 def test_each_role_has_a_command_of_its_run() -> None:
-    assert list(COMMANDS) == list(ROLES)
-    for role, command in COMMANDS.items():
-        words = shlex.split(command.replace("MODEL", "demo"))
-        assert isinstance(read_command(words[1:]), verb_class(ROLES[role].measured_by))
+    for name, role in ROLES.items():
+        words = shlex.split(role_command(name).replace("MODEL", "demo"))
+        assert isinstance(read_command(words[1:]), verb_class(role.measured_by))
 
 
 def test_a_table_lists_the_strongest_heads_and_counts_the_others() -> None:
     heads = tuple(
         RoleHead(layer, 0, value / 100, None) for layer, value in enumerate((50, 90, 70, 60, 80, 55, 65, 75, 85, 95))
     )
-    assert _listed(heads) == "9:0 1:0 8:0 4:0 7:0 2:0 6:0 3:0 and 2 more"
-    assert _listed(heads[:3], lowest=True) == "0:0 2:0 1:0"
+    assert strongest_words(heads) == "9:0 1:0 8:0 4:0 7:0 2:0 6:0 3:0 and 2 more"
+    assert strongest_words(heads[:3], lowest=True) == "0:0 2:0 1:0"
 
 
 def test_roles_and_what_a_mask_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

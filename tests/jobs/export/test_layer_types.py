@@ -144,7 +144,10 @@ def test_the_commands_write_folders_and_the_configuration_of_tensorrt(
     out = tmp_path / "served"
     assert main(["export", "layer-types", "demo", "--plan", str(without), "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert f"3 of 6 layers see 16 tokens: {', '.join(map(str, layers))}" in said and f"`vllm serve '{out}'`" in said
+    assert (
+        f"a window of 16 tokens in 3 of 6 layers: {', '.join(map(str, layers))}" in said
+        and f"`vllm serve '{out}'`" in said
+    )
     words = ["--architecture", "ministral", "--plan", str(without)]
     assert main(["export", "layer-types", "demo", *words, "--out", str(tmp_path / "ministral")]) == 0
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "ministral")) is MinistralForCausalLM

@@ -90,13 +90,13 @@ def test_formats_for_programs_are_true_in_a_pipe_and_safe_on_a_terminal(
 
 def test_log_lines_and_progress_are_safe(capsys: pytest.CaptureFixture[str]) -> None:
     say(f"{EVIL}: finished before")
-    with Progress(EVIL, 2, "shards", every=0.0) as progress:
+    with Progress(EVIL, 2, "shard", every=0.0) as progress:
         progress.update()
     out, err = capsys.readouterr()
     assert out == "" and "finished before" in err and "2 shards" in err
     assert not _OBEYED.search(err)
     terminal = Terminal()
-    with Progress("\x1b[31m\x07title", 2, "shards", stream=terminal) as progress:
+    with Progress("\x1b[31m\x07title", 2, "shard", stream=terminal) as progress:
         progress.update()
     assert r"\x1b[31m\x07title" in terminal.getvalue() and "\x07" not in terminal.getvalue()
 
@@ -126,7 +126,7 @@ def test_messages_of_the_library_name_the_flags_of_the_command_line() -> None:
 
 def test_progress_has_a_rate_of_new_work_and_the_time_left() -> None:
     out = io.StringIO()
-    with Progress("scan", 10, "shards", every=0.0, stream=out) as progress:
+    with Progress("scan", 10, "shard", every=0.0, stream=out) as progress:
         progress.skip(4)
         progress.update(0)
         progress.update(2)
@@ -135,11 +135,11 @@ def test_progress_has_a_rate_of_new_work_and_the_time_left() -> None:
     assert second.startswith("scan: 6 of 10 shards, ") and "/s, " in second and second.endswith(" left")
     assert last.startswith("scan: 6 shards in ")
     out = io.StringIO()
-    with Progress("scan", 1, "shards", every=0.0, stream=out) as progress:
+    with Progress("scan", 1, "shard", every=0.0, stream=out) as progress:
         progress.update(3)
     assert "scan: 3 of 1 shards, " in out.getvalue() and "/s, finishing\n" in out.getvalue()
     out = io.StringIO()
-    with Progress("damage", 100, "prompts", every=0.0, stream=out) as progress:
+    with Progress("damage", 100, "prompt", every=0.0, stream=out) as progress:
         progress.count(90, is_new=False)
         progress.count(0, is_new=True)
     assert out.getvalue().splitlines()[0] == "damage: 90 of 100 prompts"
@@ -182,14 +182,14 @@ def test_durations_are_short(seconds: float, text: str) -> None:
 
 def test_lines_of_long_work_and_of_short_work() -> None:
     out = io.StringIO()
-    with Progress("importance", 8, "sequences", every=0.02, stream=out):
+    with Progress("importance", 8, "sequence", every=0.02, stream=out):
         for _ in range(500):
             if out.getvalue():
                 break
             time.sleep(0.01)
         assert out.getvalue().splitlines()[0] == "importance: 0 of 8 sequences"
     out = io.StringIO()
-    with Progress("moments", 3, "batches", brief=True, stream=out) as progress:
+    with Progress("moments", 3, "batch", brief=True, stream=out) as progress:
         progress.update(3)
     assert out.getvalue() == ""
     with Progress("report", None, "", every=0.02, brief=True, stream=out):
@@ -204,8 +204,8 @@ def test_lines_of_long_work_and_of_short_work() -> None:
 def test_a_notebook_shows_a_bar() -> None:
     """A stream of Jupyter is no terminal; a bar goes there, and none to a log."""
     stream = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
-    with Progress("scan", 4, "shards", stream=stream) as progress:
+    with Progress("scan", 4, "shard", stream=stream) as progress:
         assert progress._bar is not None
         progress.update(4)
-    with Progress("scan", 4, "shards", stream=io.StringIO()) as progress:
+    with Progress("scan", 4, "shard", stream=io.StringIO()) as progress:
         assert progress._bar is None

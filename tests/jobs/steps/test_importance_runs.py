@@ -298,6 +298,6 @@ def test_the_verb_reads_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str
     of_decoder = ["importance", str(model_folder), "--store", store, "--data", config.data.path]
     fails(capsys, of_decoder, "has no loss on labels. Load an encoder with a classification head")
     assert main([*command, "--data", config.data.path]) == 0
-    assert "1 shards measured, 0 stored before" in capsys.readouterr().out
+    assert "1 shard measured, 0 stored before" in capsys.readouterr().out
     assert main(["rank", "--by", "importance", "--store", store, "--limit", "3"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 5

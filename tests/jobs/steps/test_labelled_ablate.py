@@ -49,7 +49,7 @@ def test_effects_equal_one_masked_head_at_a_time(
         assert effect.effect == pytest.approx(after - before, abs=1e-4)
     assert max(abs(effect.effect) for effect in effects) > 0.01
     shown = effects_text(effects)
-    assert "heads have a significant effect" in shown and "with ablated heads at zero" in shown
+    assert "heads with a significant effect" in shown and "with ablated heads at zero" in shown
     assert store.resolve_run(run_id, "ablate")["status"] == "finished"
 
 

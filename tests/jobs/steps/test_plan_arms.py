@@ -190,7 +190,7 @@ def test_plans_that_free_nothing_are_noted(model: PlannedModel) -> None:
     short, long = Request(tuple(range(20)), 1), Request(tuple(range(21)), 1)
     assert window_notes([arm], [long, long]) == []
     (note,) = window_notes([arm], [short, long])
-    assert "1 of 2 requests are longer than its narrowest window of 20 tokens" in note
+    assert "requests longer than its narrowest window of 20 tokens: 1 of 2" in note
     (note,) = window_notes([arm], [short])
     assert "frees nothing" in note
     (full,) = plan_arms(plan_for(model, 0), ["decode"], 0)

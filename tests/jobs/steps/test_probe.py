@@ -171,7 +171,7 @@ def test_the_command(
     assert len(first) == 1 + 2 + 5 * len(BEHAVIOURS) + 1
     shown = [float(line.split()[4]) for line in first[3:8]]
     assert shown == sorted(shown, reverse=True)
-    assert "of 18 heads have a retrieval_score above 0.1" in first[-1]
+    assert "heads with a retrieval_score above 0.1" in first[-1]
     assert main([str(argument) for argument in command]) == 0
     again = capsys.readouterr().out.splitlines()
     assert "nothing to do" in again[0]

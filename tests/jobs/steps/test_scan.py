@@ -149,11 +149,11 @@ def test_cut_documents_are_counted_among_those_that_were_read(
     few = dataclasses.replace(config, tokens=TokenConfig(40, min_tokens=5), statistics=("entropy",))
     result = run(few, store, say=said.append)
     assert result.report is not None and result.report.documents == 10
-    (line,) = [line for line in said if "documents exceed 40 tokens" in line]
+    (line,) = [line for line in said if "documents of more than 40 tokens" in line]
     if ahead == 60:  # one shard of 3 documents
-        assert " of the first 3 documents" in line
+        assert " of the first 3 (" in line
     else:
-        assert line.startswith(f"{result.report.truncated} of 10 documents")
+        assert f": {result.report.truncated} of 10 (" in line
 
 
 def test_a_limit_draws_from_all_files_and_says_so(config: Scan, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -325,7 +325,7 @@ def test_whole_layers_and_cut_prompts_are_reported(config: Sweep, store: Store, 
     arms = [BASELINE, mask_arm([*((1, head) for head in range(6)), (0, 0)])]
     small = dataclasses.replace(config, tasks=tasks)
     run_evaluation(small, run_on(pool, store, say=said.append), arms)
-    assert said[0] == "2 prompts are longer than the context; their beginning is cut off"
+    assert said[0] == "prompts longer than the context, whose beginning is cut off: 2"
     assert said[1] == f"{arms[1].name} ablates every head of layer 1"
 
 

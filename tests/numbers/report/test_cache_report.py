@@ -13,7 +13,7 @@ from headscan.plans import HeadDamage, HeadPlan, make_plan
 from headscan.report.answers import CacheHint, Commands, cache_answer
 from headscan.report.arm_chart import recall_figure
 from headscan.report.head_data import plan_measures
-from headscan.report.saving_costs import cache_section
+from headscan.report.saving_costs import cache_left, cache_section
 from headscan.report.share_chart import ArmPoint, cache_figure
 from headscan.store.site_rows import SiteHeads
 from headscan.store.store import Store
@@ -56,9 +56,14 @@ def evaluation(evaluate: Evaluate) -> tuple[Store, str]:
     return evaluate(TASKS, ARMS)
 
 
+def section_of(store: Store, run_id: str) -> str | None:
+    verdict = judge(store, run_id)
+    return cache_section(verdict, *cache_left(verdict))
+
+
 def test_the_section_lists_plans_and_escapes_their_names(evaluation: tuple[Store, str]) -> None:
     store, run_id = evaluation
-    html = cache_section(judge(store, run_id))
+    html = section_of(store, run_id)
     assert html is not None and EVIL not in html
     assert "KV cache left at 30,000 tokens" in html  # the length nearest to 32k that all plans have
     rows = html.split("<table>")[1].split("<tr>")[2:]
@@ -113,7 +118,7 @@ def test_plans_by_layer_are_a_line_and_rows_of_their_own(evaluate: Evaluate) -> 
         arms[f"plan measured{unit} 50%"] = arm("plan", "forward", "measured", 0.6, loss)
     arms["plan measured by layer 50%"][3]["config"]["granularity"] = "layer"
     store, run_id = evaluate(TASKS, arms)
-    html = cache_section(judge(store, run_id))
+    html = section_of(store, run_id)
     assert html is not None
     rows = html.split("<table>")[1].split("<tr>")[2:]
     assert len(rows) == 2 and all("61.0%" in row for row in rows) and "measured by layer 50%" in rows[1]
@@ -146,7 +151,7 @@ UNKNOWN = ("plan", losing(3), 0.0, {"share": 0.5, "selection": "decode", "config
 @pytest.mark.parametrize("others", [{"mask": ARMS["mask"]}, {"plan": UNKNOWN}], ids=["masks alone", "unknown bytes"])
 def test_evaluations_without_plans_of_known_bytes_have_no_section(evaluate: Evaluate, others: dict[str, Any]) -> None:
     store, run_id = evaluate(TASKS, {"baseline": ARMS["baseline"], **others})
-    assert cache_section(judge(store, run_id)) is None
+    assert section_of(store, run_id) is None
 
 
 @pytest.fixture(scope="module")

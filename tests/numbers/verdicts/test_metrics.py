@@ -206,7 +206,7 @@ def test_an_infinite_loss_exceeds_every_limit(tmp_path: Path) -> None:
     assert losses["infinite"].interval == (inf, inf, inf) and losses["infinite"].words() == "+inf nats per token"
     shares = [("infinite", 0.4)]
     run_id = write(asked, arms, benchmark=True, texts=())
-    (judged,) = judge_shares(judge(asked, run_id, loss_increases=losses, max_loss=1e6), shares, losses)
+    (judged,) = judge_shares(judge(asked, run_id, loss_increases=losses, max_loss=1e6), shares)
     assert judged.outcome is Outcome.LOSES and judged.why.startswith("+inf nats per token (limit")
     assert not exceeds(losses["calm"], 0.1)
 

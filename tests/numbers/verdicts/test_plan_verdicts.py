@@ -68,7 +68,8 @@ def test_the_verdict_on_a_plan_speaks_of_kv_heads(evaluate: Evaluate) -> None:
     losses = {"harmless": 1, "unclear": 8, "costly": 200}
     arms = {f"plan {name}, decode": ("plan", losing(loss), 0.0, fields("decode", 0.6)) for name, loss in losses.items()}
     store, run_id = evaluate(TASKS, {"baseline": ("baseline", BASELINE, 0.0, {}), **arms})
-    words = judge(store, run_id).sentences()
+    *words, controls = judge(store, run_id).sentences()
+    assert controls == "No arm has a random control."
     starts = (
         "safe within one point",
         "not shown to be safe: its loss may be",
