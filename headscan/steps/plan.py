@@ -29,7 +29,7 @@ Method = Literal["measured", "distant_mass", "retrieval_score", "imported", "ran
 #: Share of the candidates that get a window if no budget is given.
 _WINDOW_SHARE = 0.5
 #: Longest prompts of a damage measurement by default, in tokens.
-_PLAN_TOKENS = 1024
+PLAN_TOKENS = 1024
 _OF_STORE = "--method distant_mass,retrieval_score,imported,random"
 _MEASURED = "--method measured"
 
@@ -166,7 +166,7 @@ class Plan(Step["HeadPlan"]):
     max_tokens: Annotated[
         int | None,
         Option(
-            f"length of texts and recall prompts in tokens (default: the model's context, at most {_PLAN_TOKENS})",
+            f"length of texts and recall prompts in tokens (default: the model's context, at most {PLAN_TOKENS})",
             least=1,
             needs=_MEASURED,
         ),
@@ -242,7 +242,7 @@ class Plan(Step["HeadPlan"]):
         return WindowShare(_WINDOW_SHARE if self.window_share is None else self.window_share)
 
     def longest(self, identity: ModelIdentity) -> int:
-        return longest_text(identity, self.max_tokens, _PLAN_TOKENS)
+        return longest_text(identity, self.max_tokens, PLAN_TOKENS)
 
     def run(self, store: str | Path | None, **options: Unpack[JobOptions]) -> HeadPlan:
         """Make the plan, and write it.

@@ -31,15 +31,12 @@ from headscan.plans import (
     damage_scores,
     planned_model,
 )
-from headscan.plans.window_search import Heads, Increases, WindowSearch, edge, smallest_windows
+from headscan.plans.window_search import SCREENING_PARTS, Heads, Increases, WindowSearch, edge, smallest_windows
 from headscan.runs.code_version import code_version
 from headscan.runs.run_context import ModelContext
 from headscan.steps.damage_measurement import Measurement, read_prompts
 from headscan.steps.plan import Plan
 from headscan.windows import KeptKeys, KvHead, Window
-
-#: Heads are flipped, and exchanges tried, on one in so many prompts of a task.
-_SCREENING_PARTS = 4
 
 
 def run_plan(config: Plan, model: ModelContext, budget: BudgetRequest | LossLimit) -> HeadPlan:
@@ -187,7 +184,7 @@ def _search(
     distant = measurement.distant_order(measurement.config.windows[0])
     return WindowSearch(
         increases,
-        partial(increases, parts=_SCREENING_PARTS),
+        partial(increases, parts=SCREENING_PARTS),
         (totals[0], totals[-1]),
         {unit: (bytes_of[unit[0]], len(measurement.units[unit]), window) for unit, window in windows.items()},
         None if distant is None else frozenset(distant[:count]),
