@@ -158,6 +158,34 @@ def test_the_commands_of_a_page_run(page: str, tmp_path: Path) -> None:
         assert done.returncode == 0, f"{command}: {done.stderr}"
 
 
+#: The guide's words for a large model, and those for the demo.
+GUIDE_ON_DEMO = {
+    "meta-llama/Llama-3.1-8B": "demo",
+    "32768": "256",
+    "4096,32768": "256",
+    "mmlu": "headscan_demo",
+    "texts/": "python-stdlib-heldout",
+    "19": "1",
+}
+GUIDE_SIZES = {
+    "plan": ["--recent", "28", "--sequences", "4", "--no-confirm"],
+    "evaluate": ["--limit", "8", "--recall-questions", "4"],
+}
+
+
+@pytest.mark.slow
+def test_the_guide_runs_on_the_demo(tmp_path: Path) -> None:
+    verbs = []
+    for block in blocks(PAGES["guide.md"], "bash"):
+        [[_, verb, *words]] = [shlex.split(line, comments=True) for line in block.splitlines()]
+        words = [GUIDE_ON_DEMO.get(word, word) for word in words]
+        run = [sys.executable, "-m", "headscan", verb, *words, *GUIDE_SIZES.get(verb, [])]
+        done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=OFFLINE)
+        assert done.returncode == 0, f"{verb} {words}: {done.stderr}"
+        verbs.append(verb)
+    assert verbs == ["place", "plan", "evaluate", "export"]
+
+
 @pytest.mark.slow
 def test_the_notebooks_run() -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")

@@ -36,6 +36,7 @@ def test_it_starts_with_the_installation() -> None:
         "pip install .",
         "make demo",
         "make test",
+        "make docs",
     ]
 
 
