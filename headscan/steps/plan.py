@@ -66,7 +66,7 @@ class Plan(Step["HeadPlan"]):
     """
 
     common: ClassVar = (
-        "MODEL --method --unit --window-share --kv-bytes --at --recent --corpus --sequences --confirm --out --store"
+        "MODEL --method --unit --window-share --kv-bytes --at --recent --corpus --sequences --search --out --store"
     )
     of_model: ClassVar = _MEASURED
     keeps_rows: ClassVar = False
@@ -184,7 +184,7 @@ class Plan(Step["HeadPlan"]):
         ),
     ] = 8
     gates: Annotated[tuple[float, ...], Limits(least=0, most=1)] = (0.5,)
-    confirm: Annotated[
+    search: Annotated[
         bool,
         Option(
             "choose the KV heads or layers near the budget's edge by their loss with real window masks", needs=_MEASURED

@@ -142,7 +142,7 @@ def _plan(
         request = budget
     plan = planned(scores, request)
     count = len(units.keys() & set(plan.window_heads))
-    if config.confirm and count > 0:
+    if config.search and count > 0:
         measurement.context.say(f"choosing the {config.unit_names} near the budget's edge with window masks")
         search = _search(measurement, model, windows, damage, count)
         chosen = search.best(order, count)

@@ -165,7 +165,7 @@ def test_a_report_s_commands_can_be_pasted(
     assert main(["report", "--out", "r.html", "--store", "short.duckdb"]) == 0
     [plan] = [words for words in commands_of(Path("r.html")) if words[0] == "plan"]
     assert plan[1:4] == [str(folder), "--method", "measured"]
-    assert main([*plan, "--sequences", "4", "--recall-prompts", "0", "--no-confirm", "--max-tokens", "40"]) == 0, plan
+    assert main([*plan, "--sequences", "4", "--recall-prompts", "0", "--no-search", "--max-tokens", "40"]) == 0, plan
 
 
 #: A missing input of each verb, with the name that its error has.
