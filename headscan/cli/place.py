@@ -13,7 +13,8 @@ from headscan.cluster.placement_base import PlacementError, ReplicaPlacement, pa
 from headscan.model_spec import ModelSpec
 from headscan.options import Group, Option
 from headscan.settings.corpus_settings import LONGEST_TEXT
-from headscan.steps.job_costs import (
+from headscan.steps.results import Json, Result
+from headscan.study.job_costs import (
     BACKWARD_JOBS,
     DEFAULT_TOKENS,
     GPU_FLOPS,
@@ -24,7 +25,6 @@ from headscan.steps.job_costs import (
     default_tokens,
     job_steps,
 )
-from headscan.steps.results import Json, Result
 from headscan.study.study_step import Study
 
 if TYPE_CHECKING:

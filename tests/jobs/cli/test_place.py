@@ -12,8 +12,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from headscan.cli.main import main
-from headscan.steps.job_costs import GPU_FLOPS
 from headscan.store.store import Store
+from headscan.study.job_costs import GPU_FLOPS
 from headscan.study.study_time import PassCosts
 
 # As published beside the weights: the numbers that shapes follow from.
