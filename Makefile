@@ -15,6 +15,10 @@ ENGINES := .engines
 .PHONY: demo test fast-tests test-all bench docs schema gpu-8b gpu engines lint types clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || { \
+		echo "$(PYTHON) is missing or older than Python 3.11. Install Python 3.11, and run 'make $(MAKECMDGOALS) PYTHON=python3.11'" >&2; \
+		exit 1; }
+	@echo "Setting up $(VENV): 2.4 GB with a CPU build of torch; a CUDA build takes several GB more."
 	$(PYTHON) -m venv $(VENV)
 # torch first and alone, so that a build chosen for this machine (CPU, CUDA) is not replaced by another.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
@@ -23,6 +27,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 demo: $(VENV)/.ready
 	$(BIN)/headscan demo
+	@echo
+	@echo "The command is $(BIN)/headscan. To type 'headscan' in this shell: export PATH=\"$(CURDIR)/$(BIN):\$$PATH\""
 
 # mypy uses one core for a minute, and tests wait at times, so they run side by side.
 test: lint

@@ -1,8 +1,8 @@
-"""What is generated from the declarations: the catalogue, the tables of Python names, the schema of the store, and the
-reference of Python names. The site also shows files of other folders to which pages link.
+"""What is generated from the declarations: the catalogue, the tables of Python names, the schema of the store, the
+options of all verbs, and the reference of Python names. The site also shows files of other folders to which pages link.
 
-The catalogue and the tables are in files, because pages are read on GitHub, too: ``make schema`` writes them. Schema
-and reference are made when the site is built.
+The catalogue and the tables are in files, because pages are read on GitHub, too: ``make schema`` writes them. The
+others are made when the site is built.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ import inspect
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from headscan.catalog import BEHAVIOURS, CRITERIA, IMPORTANCES, PROFILES, SCORES, STATISTICS
+from headscan.cli.main import VERBS, verb_class
+from headscan.cli.option_parser import options_of
+from headscan.options import Option
 from headscan.store.store import Store
 from headscan.store.tables import TABLES
 from headscan.store.views import ALL_RUNS, VIEW_COMMENTS, VIEWS
@@ -33,6 +37,7 @@ def on_files(files: Any, config: Any) -> Any:
 
     files.append(File.generated(config, "schema.md", content=schema_page()))
     files.append(File.generated(config, "reference.md", content=reference_page()))
+    files.append(File.generated(config, "options.md", content=options_page()))
     for path in DOCS.parent.glob("analysis/*.ipynb"):
         files.append(File.generated(config, f"notebooks/{path.name}", abs_src_path=str(path)))
     return files
@@ -99,6 +104,28 @@ def reference_page() -> str:
             found = _named(row[1])
             lines.append(f"::: {found.__module__}.{found.__qualname__}\n")
     return "\n".join(lines)
+
+
+def options_page() -> str:
+    """Return the Markdown text of the page on the options of all verbs."""
+    rows = []
+    for flag, uses in sorted(option_uses().items()):
+        by_meaning: dict[tuple[str, str], list[str]] = {}
+        for verb, option in uses.items():
+            default = "" if option.default in (MISSING, None, False, ()) else option.default
+            by_meaning.setdefault((option.help, _text(default)), []).append(f"`{verb}`")
+        rows += [[f"`{flag}`", _text(help), default, ", ".join(v)] for (help, default), v in by_meaning.items()]
+    head = "# Options\n\nGenerated from the verbs. A name that they explain in several ways has a row for each.\n"
+    return "\n".join([head, *_table(["option", "meaning", "default", "verbs"], rows)])
+
+
+def option_uses() -> dict[str, dict[str, Option]]:
+    """Return the options of every flag, by verb."""
+    uses: dict[str, dict[str, Option]] = {}
+    for verb in VERBS:
+        for option in options_of(verb_class(verb)).values():
+            uses.setdefault(option.flags[0], {})[verb] = option
+    return uses
 
 
 #: The kinds of declarations, the sentence under the heading of each, and the columns of its table.

@@ -187,6 +187,8 @@ def read_model(spec: ModelSpec, config: PreTrainedConfig, device_map: str | dict
     headers of the checkpoint's files are read: the model has no weights, and missing tensors are still an error.
     """
     source = spec.folder
+    if Path(source).is_file():  # transformers would read it as pickled weights
+        raise ModelLoadError(f"{source} is a file, and a model is a folder with weights. Name its folder")
     auto = auto_class(config, source, spec.trust_remote_code)
     # transformers writes tensors here that it cannot read from the checkpoint without conversion.
     to_disk = isinstance(device_map, dict) and "disk" in device_map.values()

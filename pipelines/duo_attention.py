@@ -33,7 +33,7 @@ def steps(options: argparse.Namespace) -> list[Step]:
     words = ("plan", options.model, "--method", "measured", *share, "--out", str(options.out / "measured.json"))
     if options.stand_in:
         small = ("--corpus", "python-stdlib", "--max-tokens", "256", "--sequences", "4", "--recall-prompts", "8")
-        narrow = (*small, "--sink", "4", "--recent", "60", "--no-confirm")
+        narrow = (*small, "--sink", "4", "--recent", "60", "--no-search")
         again = ("plan", options.model, "--method", "measured", *share, *narrow, "--seed", "1")
         return [
             Step((*words, *narrow), 12 * 256 * PASSES),

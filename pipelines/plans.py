@@ -204,7 +204,7 @@ def plans_by_budget(
     assert config.corpus is not None
     Scan(run.model, config.corpus, tokens, widths=MassWidths(sink, recent)).execute(run)
     Probe(run.model, ("retrieval_score",), config.corpus, BehaviourProbe(lengths=(512,))).execute(run)
-    unsearched = run_plan(replace(config, confirm=False), run, WindowHeads(counts[0]))
+    unsearched = run_plan(replace(config, search=False), run, WindowHeads(counts[0]))
     candidates = [head for head in unsearched.heads if head.score is not None]
     estimated = [(head.layer, head.kv_head) for head in sorted(candidates, key=lambda head: head.keep_score)]
     for count in counts:

@@ -136,6 +136,59 @@ def test_generated_pages_cover_the_declarations() -> None:
     assert all(f"### {view}\n" in schema for view in VIEWS if not view.startswith("all_"))
 
 
+#: Options that verbs explain in words of their own, and what each means everywhere.
+SAID_DIFFERENTLY = {
+    "--apply-chat-template": "prompts in the chat template",
+    "--bos": "the BOS token before each text",
+    "--controls": "number of random controls of the same size",
+    "--criteria": "scores that rank heads",
+    "--device": "the device",
+    "--heads": "heads as LAYER:HEAD",
+    "--hours": "time limit of a study",
+    "--kv-bytes": "most bytes of one sequence's KV cache",
+    "--limit": "most items: questions of a task, or heads of a ranking",
+    "--mask": "a mask of the store",
+    "--max-loss": "largest increase of a loss, in nats per token",
+    "--max-tokens": "longest text",
+    "--method": "what chooses heads",
+    "--out": "output file or folder",
+    "--plan": "file of a plan",
+    "--questions": "number of questions that judge",
+    "--recall-prompts": "prompts of each recall task that measure",
+    "--recall-questions": "questions of each recall task that judge",
+    "--recent": "last tokens of a window",
+    "--run": "first characters of a run's id",
+    "--scores": "scores by name",
+    "--search": "search among sets of windows",
+    "--seed": "seed",
+    "--sequences": "number of texts",
+    "--share": "share of the heads",
+    "--shares": "shares of the heads",
+    "--sink": "first tokens of a window",
+    "--unit": "what is planned or removed as a whole",
+}
+
+
+def test_an_option_means_one_thing_in_all_verbs() -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        from generated_pages import option_uses, options_page
+    finally:
+        sys.path.remove(str(ROOT / "docs"))
+    uses = option_uses()
+    told: dict[str, set[str]] = {}
+    for flag, by_verb in uses.items():
+        # A flag without a value in one verb and with one in another has two meanings.
+        assert len({option.field.kind is bool for option in by_verb.values()}) == 1, flag
+        for option in by_verb.values() if flag.startswith("--") else ():
+            told.setdefault(option.help.partition(" (default")[0], set()).add(flag)
+    several = {flag for flag, by_verb in uses.items() if len({o.help for o in by_verb.values()}) > 1}
+    assert several == SAID_DIFFERENTLY.keys()
+    assert {words: flags for words, flags in told.items() if len(flags) > 1} == {}
+    page = options_page()
+    assert all(f"| `{flag}` |" in page for flag in uses)
+
+
 def commands(page: str) -> list[list[str]]:
     """Return the headscan commands of a page that run on the demo model or on a store; others are only parsed."""
     found = []
@@ -159,6 +212,34 @@ def test_the_commands_of_a_page_run(page: str, tmp_path: Path) -> None:
         run = [sys.executable, "-m", "headscan", *command]
         done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=OFFLINE)
         assert done.returncode == 0, f"{command}: {done.stderr}"
+
+
+#: The guide's words for a large model, and those for the demo.
+GUIDE_ON_DEMO = {
+    "meta-llama/Llama-3.1-8B": "demo",
+    "32768": "256",
+    "4096,32768": "256",
+    "mmlu": "headscan_demo",
+    "texts/": "python-stdlib-heldout",
+    "19": "1",
+}
+GUIDE_SIZES = {
+    "plan": ["--recent", "28", "--sequences", "4", "--no-search"],
+    "evaluate": ["--limit", "8", "--recall-questions", "4"],
+}
+
+
+@pytest.mark.slow
+def test_the_guide_runs_on_the_demo(tmp_path: Path) -> None:
+    verbs = []
+    for block in blocks(PAGES["guide.md"], "bash"):
+        [[_, verb, *words]] = [shlex.split(line, comments=True) for line in block.splitlines()]
+        words = [GUIDE_ON_DEMO.get(word, word) for word in words]
+        run = [sys.executable, "-m", "headscan", verb, *words, *GUIDE_SIZES.get(verb, [])]
+        done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=OFFLINE)
+        assert done.returncode == 0, f"{verb} {words}: {done.stderr}"
+        verbs.append(verb)
+    assert verbs == ["place", "plan", "evaluate", "export"]
 
 
 @pytest.mark.slow

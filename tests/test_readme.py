@@ -19,7 +19,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = ROOT / "docs"
 PAGES = {path.relative_to(DOCS).as_posix(): path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md"))}
 #: Page that exists on the site alone, generated from the declarations.
-GENERATED = ("schema.md",)
+GENERATED = ("schema.md", "options.md")
 STORE = PAGES["store.md"]
 
 
@@ -36,6 +36,7 @@ def test_it_starts_with_the_installation() -> None:
         "pip install .",
         "make demo",
         "make test",
+        "make docs",
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers.dynamic_module_utils import get_cached_module_file, get_relati
 from transformers.utils import HF_MODULES_CACHE
 
 from headscan.checkpoints.headers import hub_options, hub_problem
-from headscan.checkpoints.source_folder import check_folder
+from headscan.checkpoints.source_folder import DEMO_MODEL, SMOLLM2, check_folder
 from headscan.errors import ModelLoadError, first_line
 
 
@@ -63,17 +64,18 @@ def commit_of(source: str, revision: str | None = None) -> str | None:
 def why_not(source: str, problem: Exception, options: Mapping[str, Any] | None = None) -> str:
     """Return an error message with a fix for a source that was refused with these `source_options`."""
     text = str(problem)
+    near = "" if Path(source).exists() else _similar_name(source)
     if options and options.get("local_files_only"):
         return (
             f"no model {source!r}: there is no such folder, the cache does not hold all of it, and {hub_problem()}. "
-            "Check the name or the network"
+            f"Check the name or the network{near}"
         )
     if not Path(source).exists() and ("connect" in text.lower() or "resolve" in text.lower()):
-        return f"no model {source!r}: there is no such folder, and the connection to the hub failed. Try again"
+        return f"no model {source!r}: there is no such folder, and the connection to the hub failed. Try again{near}"
     if not Path(source).exists() and (
         "not a valid model identifier" in text or "404" in text or "not a local folder" in text
     ):
-        return f"no model {source!r}: not a folder, not on the hub. Check the name, or run `hf auth login`"
+        return f"no model {source!r}: not a folder, not on the hub. Check the name, or run `hf auth login`{near}"
     if "file named config.json" in text and not Path(source).exists():
         return (
             f"{source} has no config.json on the hub. If it holds an adapter, download it (`hf download`) and give its "
@@ -86,6 +88,12 @@ def why_not(source: str, problem: Exception, options: Mapping[str, Any] | None =
     damaged = "No such file" in text or "deserializing header" in text
     fix = ". Copy or download it again" if damaged and Path(source).exists() else ""
     return f"{source} does not load: {first_line(problem)}{fix}"
+
+
+def _similar_name(source: str) -> str:
+    """Return a question with the bundled or packaged model whose name is similar, or nothing."""
+    near = get_close_matches(source, (DEMO_MODEL, SMOLLM2), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 #: Keys of a configuration's ``auto_map`` whose code runs when a model is loaded for text.

@@ -23,12 +23,10 @@ class _OneScan:
     quantile: Annotated[
         float | None,
         Option(
-            "share of (sequence, layer, head) that a rule ablates, with --masks of heads (default: 0.1)",
-            above=0,
-            below=1,
+            "share of (sequence, layer, head) that a rule ablates, with --fixed heads (default: 0.1)", above=0, below=1
         ),
     ] = None
-    masks: Annotated[bool, Option("heads picked once by their mean score, instead of per sequence")] = False
+    fixed: Annotated[bool, Option("heads picked once by their mean score, instead of per sequence")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +67,7 @@ class Compare(StoreVerb):
         if self.run_a is not None and self.run_b is None and self.two != _TwoScans():
             raise UsageError("--by-layer and --scores compare two scans. Name a second scan, or leave them out")
         if self.run_b is not None and self.one != _OneScan():
-            raise UsageError("--quantile and --masks compare scores of one scan. Name one scan, or leave them out")
+            raise UsageError("--quantile and --fixed compare scores of one scan. Name one scan, or leave them out")
 
     def run(self) -> Result:
         from headscan.ranking.comparisons import comparable_scan
@@ -90,7 +88,7 @@ class Compare(StoreVerb):
         from headscan.ranking.comparisons import mask_overlap, score_overlap
         from headscan.text_tables import text_table
 
-        overlap, quantile = mask_overlap if self.one.masks else score_overlap, self.one.quantile or 0.1
+        overlap, quantile = mask_overlap if self.one.fixed else score_overlap, self.one.quantile or 0.1
         pairs = overlap(store, run_a, quantile, site=self.site).to_pylist()
         say("intersection over union of what the scores pick, in percent")
         return Result(pairs, lambda: text_table(_matrix(pairs)), {"run_a": run_a, "quantile": quantile})

@@ -9,10 +9,23 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from headscan.cli.option_parser import UsageError, with_flags
 from headscan.cli.verb_base import Devices, StoreOptions, quiet_libraries, say_run
 from headscan.cluster.devices import max_threads
-from headscan.cluster.placement_base import parse_bytes
+from headscan.cluster.placement_base import PlacementError, ReplicaPlacement, parse_bytes
 from headscan.model_spec import ModelSpec
 from headscan.options import Group, Option
+from headscan.settings.corpus_settings import LONGEST_TEXT
 from headscan.steps.results import Json, Result
+from headscan.study.job_costs import (
+    BACKWARD_JOBS,
+    DEFAULT_TOKENS,
+    GPU_FLOPS,
+    READING_JOBS,
+    SINGLE_JOBS,
+    Job,
+    JobModel,
+    default_tokens,
+    job_steps,
+)
+from headscan.study.study_step import Study
 from headscan.text_tables import counted
 
 if TYPE_CHECKING:
@@ -21,92 +34,110 @@ if TYPE_CHECKING:
     from headscan.sizing.model_sizes import ModelSizes
     from headscan.store.store import Store
 
-#: Attention calls of each layer in a scan of the fast panel: the output, and the entropy.
-SCAN_CALLS = 2
-
 
 @dataclass(frozen=True)
-class ScanHours:
-    """Hours of forward passes over a corpus, with the numbers that they follow from.
+class JobHours:
+    """Hours of a job, with the numbers that they follow from.
 
     Attributes:
-        sequence: Length of the sequences in tokens.
+        sequence: Length of the texts in tokens.
         parameters: Parameters in matrix products of a token.
-        attention: Operations of one attention call of all layers for a token.
-        calls: Attention calls of each layer.
-        flops_per_token: Operations of a token.
+        attention: Operations of the attention of all layers for a token, the mean over a text.
+        flops_per_token: Operations of a token in a plain forward pass.
         flops: Operations per second of one device.
         at_once: Devices of a replica that compute at the same time.
+        amount: What the job reads, in words.
+        steps: By step, the tokens that a plain forward pass reads in as much time.
     """
 
-    tokens: int
+    job: str
     sequence: int
     parameters: int
     attention: float
-    calls: int
     flops_per_token: float
     flops: float
     replicas: int
     at_once: int
+    amount: str
+    steps: dict[str, float]
 
-    @classmethod
-    def of(
-        cls, forward: ForwardFlops, placement: Placement, *, tokens: int, sequence: int, flops: float, evaluates: bool
-    ) -> ScanHours:
-        """Return the hours on a placement; with ``evaluates`` the passes compute logits and measure nothing."""
-        calls = 1 if evaluates else SCAN_CALLS
-        return cls(
-            tokens=tokens,
-            sequence=sequence,
-            parameters=forward.parameters + (forward.head if evaluates else 0),
-            attention=forward.attention(sequence),
-            calls=calls,
-            flops_per_token=forward.per_token(sequence, calls=calls, logits=evaluates),
-            flops=flops,
-            replicas=placement.replicas,
-            at_once=placement.devices_at_once,
-        )
+    def seconds(self, tokens: float) -> float:
+        """Return the seconds of plain passes over so many tokens."""
+        return tokens * self.flops_per_token / (self.flops * self.replicas * self.at_once)
 
     @property
     def hours(self) -> float:
-        return self.tokens * self.flops_per_token / (self.flops * self.replicas * self.at_once) / 3600
+        return self.seconds(sum(self.steps.values())) / 3600
 
     def lines(self) -> list[str]:
         """Return the hours with their arithmetic as text."""
-        twice = "" if self.calls == 1 else f"{self.calls} x "
-        why = "with logits" if self.calls == 1 else "without logits; the fast panel calls attention twice"
+        from headscan.runs.progress import time_text
+        from headscan.text_tables import text_table
+
+        rows = [
+            {"step": name, "tokens of a plain pass": f"{tokens:,.0f}", "time": time_text(self.seconds(tokens))}
+            for name, tokens in self.steps.items()
+        ]
         return [
-            f"operations per token: 2 x {self.parameters / 1e6:,.1f} million parameters + {twice}"
-            f"{_amount(self.attention)}FLOP of attention = {_amount(self.flops_per_token)}FLOP ({why})",
-            f"hours: {self.tokens:,} tokens x {_amount(self.flops_per_token)}FLOP / ({self.replicas} replica"
-            f"{'s' * (self.replicas > 1)} x {self.at_once} device{'s' * (self.at_once > 1)} at once x"
+            f"a plain pass: 2 x {self.parameters / 1e6:,.1f} million parameters + {_amount(self.attention)}FLOP of"
+            f" attention = {_amount(self.flops_per_token)}FLOP per token; at {_amount(self.flops)}FLOP/s,"
+            f" {self.flops / self.flops_per_token:,.0f} tokens per second and device",
+            f"job: {self.job}, {self.amount}",
+            "",
+            text_table(rows),
+            "",
+            f"hours: {sum(self.steps.values()):,.0f} tokens x {_amount(self.flops_per_token)}FLOP / ({self.replicas}"
+            f" replica{'s' * (self.replicas > 1)} x {self.at_once} device{'s' * (self.at_once > 1)} at once x"
             f" {_amount(self.flops)}FLOP/s) = {self.hours:.3g}",
-            f"assumed: full sequences of {self.sequence:,} tokens, stages of equal work, no time for loading weights or"
-            " for the store",
+            "assumed: full texts, stages of equal work, no time for loading weights or for the store",
         ]
 
 
 def operations(text: str) -> float:
-    """Return operations per second, such as 400T or 4e14."""
+    """Return operations per second, such as 400T, 4e14, or those of a GPU by its name."""
+    if text.strip().upper() in GPU_FLOPS:
+        return GPU_FLOPS[text.strip().upper()]
     match = re.fullmatch(r"(\d+(?:\.\d*)?(?:[eE]\+?\d{1,2})?)([GTP]?)(?:FLOP/?[sS]|FLOPS)?", text.strip())
     value = float(match[1]) * {"": 1, "G": 1e9, "T": 1e12, "P": 1e15}[match[2]] if match else 0.0
     if not 1e6 <= value <= 1e21:
-        raise UsageError(f"{text!r} is no speed from 1e6 to 1e21 operations per second: write 400T or 4e14")
+        raise UsageError(
+            f"{text!r} is no speed from 1e6 to 1e21 operations per second: write 400T, 4e14, or a measured GPU"
+            f" ({', '.join(GPU_FLOPS)})"
+        )
     return value
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Hours:
-    tokens: Annotated[int | None, Option("number of tokens of the corpus (default: no hours)", least=1)] = None
+    tokens: Annotated[int | None, Option(f"number of tokens of the corpus of {', '.join(READING_JOBS)}", least=1)] = (
+        None
+    )
+    sequences: Annotated[
+        int | None, Option("number of texts of a plan or a pruning (default: that of the verb)", least=2)
+    ] = None
+    hours: Annotated[
+        float | None, Option(f"time limit of a study, in hours (default: {Study.hours:g})", above=0, most=1e6)
+    ] = None
     flops: Annotated[
         float | None,
         Option(
-            "sustained operations per second of one GPU, or of one replica on a CPU, such as 400T (default: none)",
+            "sustained operations per second of one GPU, or of one replica on a CPU, such as 400T, or a GPU whose speed"
+            f" was measured: {', '.join(GPU_FLOPS)} (default: none)",
             metavar="FLOP/S",
             parse=operations,
             one_of="speed",
         ),
     ] = None
+    pass_speed: Annotated[
+        float | None,
+        Option(
+            "tokens per second of a forward pass over a text of --max-tokens tokens on one device (default: none)",
+            above=0,
+            most=1e12,
+            one_of="speed",
+        ),
+    ] = None
+    time_pass: Annotated[bool, Option("load MODEL here, and time such a pass", one_of="speed")] = False
     measured: Annotated[
         str | None,
         Option(
@@ -117,6 +148,10 @@ class _Hours:
         ),
     ] = None
     store: Annotated[StoreOptions, Group(needs="--measured")]
+
+    @property
+    def has_speed(self) -> bool:
+        return self.time_pass or any(each is not None for each in (self.flops, self.pass_speed, self.measured))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,61 +165,135 @@ class _Machines:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """show where a model would run, on this machine, a cluster or imagined machines; loads nothing
+    """show where a job would run, in how many hours and with how much memory; loads nothing
 
         headscan place MODEL
+        headscan place MODEL --job plan --max-tokens 32768 --flops H200
+        headscan place MODEL --job study --max-tokens 512 --hours 4 --time-pass
         headscan place MODEL --ray-address HEAD:6379 --placement pipeline
         headscan place config.json --nodes 8 --gpus 8 --gpu-memory 80GiB --tokens 1000000000 --flops 400T
 
-    MODEL may also be a folder with a configuration and no weights, or the configuration file. --tokens with --flops or
-    --measured adds the hours of a scan of so many tokens, with the arithmetic.
+    The devices are those of this machine, of a cluster, or of imagined machines. MODEL may also be a folder with a
+    configuration and no weights, or the configuration file. A job has the defaults of its verb, but for the length and
+    number of texts. A speed adds the hours, with the arithmetic; a scan, an evaluation and an importance also need the
+    tokens of their corpus. The memory of backward passes counts.
     """
 
-    common: ClassVar = "MODEL --evaluate --max-tokens --gpus --gpu-memory --nodes --measured --dtype --json"
+    common: ClassVar = (
+        "MODEL --job --max-tokens --tokens --flops --time-pass --gpus --gpu-memory --nodes --dtype --json"
+    )
 
     model: Annotated[ModelSpec, Group("model")]
+    job: Annotated[Job, Option("job to place")] = "scan"
     devices: Annotated[Devices, Group("devices")]
-    max_tokens: Annotated[int, Option("maximum sequence length", least=1)] = 2048
-    evaluate: Annotated[bool, Option("also count the logits and the KV cache that tasks need")] = False
+    max_tokens: Annotated[
+        int | None,
+        Option(
+            "longest text, in tokens (default: that of the job: "
+            f"{', '.join(f'{name} {tokens}' for name, tokens in DEFAULT_TOKENS.items())}, others {LONGEST_TEXT}; at "
+            "most the model's context)",
+            least=1,
+        ),
+    ] = None
     json: Json = False
-    time: Annotated[_Hours, Group("hours of a scan")]
+    time: Annotated[_Hours, Group("hours")]
     machines: Annotated[_Machines, Group("imagined machines")]
 
     def __post_init__(self) -> None:
-        given = self.time.flops is not None or self.time.measured is not None
-        if self.time.tokens is not None and not given:
-            raise UsageError("--tokens needs a speed: give --flops, or --measured with a finished scan")
-        if self.time.tokens is None and given:
-            raise UsageError("--flops and --measured need --tokens: give the number of tokens of the corpus")
+        time, job = self.time, self.job
+        if job in READING_JOBS and (time.tokens is None) == time.has_speed:
+            if time.has_speed:
+                raise UsageError(f"the hours of --job {job} need --tokens: give the number of tokens of the corpus")
+            raise UsageError("--tokens needs a speed: give --flops, --pass-speed, --time-pass or --measured")
+        for name, jobs in (("tokens", READING_JOBS), ("sequences", ("plan", "prune")), ("hours", ("study",))):
+            if getattr(time, name) is not None and job not in jobs:
+                raise UsageError(f"--{name} has no effect on --job {job} (only on {', '.join(jobs)}). Leave it out")
         if self.machines.nodes is not None and self.devices.ray_address:
             raise UsageError("--nodes imagines a cluster, and --ray-address names a real one. Leave out one of them")
+        if time.time_pass and (self.machines.nodes is not None or self.devices.ray_address):
+            raise UsageError("--time-pass times this machine. Leave out --nodes and --ray-address, or give --flops")
 
     def run(self) -> Result:
         from headscan.cluster.placements import place
+        from headscan.kv.damage_bytes import backward_bytes
         from headscan.sizing.model_sizes import model_sizes
 
         quiet_libraries()
-        nodes = self._nodes()
-        sizes = model_sizes(self.model, self.max_tokens)
-        placed = place(sizes, nodes, self.devices.request, evaluates=self.evaluate, max_threads=max_threads())
-        hours = None if self.time.tokens is None else self._hours(self.time.tokens, sizes, placed)
+        tokens = self._tokens()
+        nodes, sizes = self._nodes(), model_sizes(self.model, tokens)
+        model = self._job_model(sizes)
+        backward, of_loss = backward_bytes(self.model, tokens) if self.job in BACKWARD_JOBS else (0, 0)
+        request = self.devices.request
+        placed = place(
+            sizes,
+            nodes,
+            request.in_this_process() if self.job in SINGLE_JOBS else request,
+            evaluates=self.job not in ("scan", "importance"),
+            max_threads=max_threads(),
+            backward=backward,
+            kept=of_loss + model.kept_bytes(self.job),
+        )
+        if self.job in SINGLE_JOBS and placed.placement.staged:
+            whole = "; ".join(placed.why)
+            raise PlacementError(f"--job {self.job} needs all layers in one process ({whole}). Use larger devices")
+        hours = self._hours(tokens, model, placed) if self.time.has_speed else None
         facts = {
             "model": {"name": sizes.name, "parameters": sizes.parameters, "weights": sizes.weights},
+            "job": self.job,
             "layers": sizes.num_layers,
             "machines": nodes,
             "placement": placed.placement.name,
             "replicas": placed.placement.replicas,
             "batch_tokens": placed.batch_tokens,
             "sequence_tokens": sizes.tokens,
+            "peak_bytes": max(device.total for device in placed.devices),
             "rejected": [with_flags(line, Place) for line in placed.why],
             "time": None if hours is None else {**asdict(hours), "hours": hours.hours},
         }
 
         def text() -> str:
-            lines = [*placement_lines(sizes, nodes, placed), *(["", *hours.lines()] if hours is not None else [])]
+            lines = placement_lines(sizes, nodes, placed)
+            if hours is not None:
+                lines += ["", *hours.lines()]
+            elif self.job not in READING_JOBS:
+                lines += ["", "hours: give a speed, by --flops, --pass-speed, --time-pass or --measured"]
             return "\n".join(with_flags(line, Place) for line in lines)
 
         return Result([{**asdict(device), "total": device.total} for device in placed.devices], text, facts)
+
+    def _tokens(self) -> int:
+        """Return the length of the texts, never another one than that of --max-tokens."""
+        from headscan.models.model_facts import max_tokens
+
+        limit = max_tokens(self.model.config())
+        if self.max_tokens is None:
+            longest = default_tokens(self.job)
+            return min(longest, limit or longest)
+        if limit is not None and self.max_tokens > limit:
+            raise UsageError(
+                f"--max-tokens: {self.max_tokens} (limit {limit} positions of {self.model.source}). Lower --max-tokens,"
+                " or place a model with a longer context"
+            )
+        return self.max_tokens
+
+    def _job_model(self, sizes: ModelSizes) -> JobModel:
+        from headscan.models.model_facts import max_tokens
+        from headscan.sizing.forward_flops import forward_flops
+
+        config, forward = self.model.config(), forward_flops(self.model)
+        text = config.get_text_config()
+        heads = getattr(text, "num_attention_heads", 0)
+        layers, hidden = getattr(text, "num_hidden_layers", 1), text.hidden_size
+        return JobModel(
+            kv_heads=layers * (getattr(text, "num_key_value_heads", None) or heads),
+            layers=layers,
+            context=max_tokens(config),
+            head_columns=sum(forward.widths.values()) // (2 * layers),
+            mlp_columns=getattr(text, "intermediate_size", None) or 4 * hidden,
+            hidden=hidden,
+            itemsize=sizes.hidden // hidden,
+            forward=forward,
+        )
 
     def _nodes(self) -> tuple[Node, ...]:
         from headscan.cluster.devices import imagined, machines
@@ -194,14 +303,49 @@ class Place:
             return machines(self.devices.ray_address)
         return imagined(like.nodes, like.gpus, like.gpu_memory, like.cpu_memory, like.cpus)
 
-    def _hours(self, tokens: int, sizes: ModelSizes, placed: ChosenPlacement) -> ScanHours:
-        from headscan.sizing.forward_flops import forward_flops
-
-        forward = forward_flops(self.model)
-        flops = self._measured_flops(forward) if self.time.flops is None else self.time.flops
-        return ScanHours.of(
-            forward, placed.placement, tokens=tokens, sequence=sizes.tokens, flops=flops, evaluates=self.evaluate
+    def _hours(self, tokens: int, model: JobModel, placed: ChosenPlacement) -> JobHours:
+        placement, forward = placed.placement, model.forward
+        of_token = model.pass_flops(self.job, tokens)
+        flops = self._flops(tokens, of_token, forward, placement)
+        amount, steps = job_steps(
+            self.job,
+            model,
+            tokens,
+            corpus_tokens=self.time.tokens,
+            sequences=self.time.sequences,
+            hours=self.time.hours,
+            speed=flops / of_token,
+            staged=placement.staged,
         )
+        return JobHours(
+            job=self.job,
+            sequence=tokens,
+            parameters=forward.parameters + (0 if self.job == "scan" else forward.head),
+            attention=forward.attention(tokens),
+            flops_per_token=of_token,
+            flops=flops,
+            replicas=placement.replicas,
+            at_once=placement.devices_at_once,
+            amount=amount,
+            steps=steps,
+        )
+
+    def _flops(self, tokens: int, of_token: float, forward: ForwardFlops, placement: Placement) -> float:
+        """Return the operations per second of one device."""
+        if self.time.flops is not None:
+            return self.time.flops
+        if self.time.pass_speed is not None:
+            return self.time.pass_speed * of_token
+        if self.time.time_pass:
+            from headscan.loading import load_spec
+            from headscan.study.study_time import TimedPass, time_pass
+
+            if not isinstance(placement, ReplicaPlacement):
+                raise PlacementError(f"--time-pass loads all layers, which {placement.name} does not. Give --flops")
+            # The timed pass computes logits.
+            lm = load_spec(self.model, placement.local_target())
+            return time_pass(lm, TimedPass(1, tokens)) * forward.per_token(tokens, logits=True)
+        return self._measured_flops(forward)
 
     def _measured_flops(self, forward: ForwardFlops) -> float:
         """Return the operations per second of one device in a scan of the model."""
@@ -219,8 +363,9 @@ class Place:
 
 
 def measured_flops(store: Store, run_id: str, forward: ForwardFlops) -> float:
-    """Return the operations per second of one worker in a finished scan."""
+    """Return the operations per second of plain passes of one worker, from a finished scan."""
     from headscan.errors import StoreError
+    from headscan.study.study_time import PassCosts
 
     [row] = store.query(
         "select sum(tokens) as tokens, sum(seconds) as seconds, sum(sequences) as sequences from shards"
@@ -231,7 +376,7 @@ def measured_flops(store: Store, run_id: str, forward: ForwardFlops) -> float:
         raise StoreError(f"scan {run_id} has 0 timed shards (limit 1). Scan again, or give `flops`")
     tokens, seconds = int(row["tokens"]), float(row["seconds"])
     length = max(1, round(tokens / int(row["sequences"])))
-    return tokens / seconds * forward.per_token(length, calls=SCAN_CALLS)
+    return PassCosts.scan * tokens / seconds * forward.per_token(length)
 
 
 def _amount(value: float) -> str:

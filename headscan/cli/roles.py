@@ -21,11 +21,11 @@ class Roles(StoreVerb):
 
         headscan roles --store s.duckdb
         headscan roles --mask "pruned output_norm_ln 25% 3f9a1c"
-        headscan roles --run 3f9a --run 77c0 --heads
+        headscan roles --run 3f9a --run 77c0 --all-heads
 
     Roles come from scans, probes and `headscan ablate --each`. Each is read from the newest finished run of the model
     that measured it. Roles that were not measured are listed with the command that measures them. The table lists the
-    strongest heads of each role; --heads and --json list all.
+    strongest heads of each role; --all-heads and --json list all.
     """
 
     json: Json = False
@@ -42,7 +42,7 @@ class Roles(StoreVerb):
         Option("name or id of a mask, or name of an arm with fixed heads or of a pruned model (default: none)"),
     ] = None
     site: Site = "self"
-    heads: Annotated[bool, Option("one row per head and role, with its number", needs="no --mask")] = False
+    all_heads: Annotated[bool, Option("one row per head and role, with its number", needs="no --mask")] = False
 
     def run(self) -> Result:
         from headscan.ranking.head_roles import read_roles
@@ -55,7 +55,7 @@ class Roles(StoreVerb):
         facts = {"runs": [origin["run_id"] for origin in roles.runs], "site": roles.site, "missing": roles.missing}
         if self.mask is not None:
             rows, columns = _survival_rows(store, roles, self.mask), _SURVIVAL_COLUMNS
-        elif self.heads:
+        elif self.all_heads:
             rows, columns = _head_rows(roles), _HEAD_COLUMNS
         else:
             rows, columns = _role_rows(roles), _ROLE_COLUMNS

@@ -378,12 +378,19 @@ class Demand:
     """The memory that a model needs while batches of at most ``batch_tokens`` tokens run. With ``evaluates`` there are
     logits and, unless passes are staged, a KV cache. With ``staged``, passes run range by range of the layers: without
     a KV cache, but with hidden states that wait between the ranges.
+
+    Attributes:
+        backward: Bytes of a backward pass over one sequence of `ModelSizes.tokens`; 0 if the job has none. Staged
+            passes have none.
+        kept: Bytes that the job keeps next to the model.
     """
 
     sizes: ModelSizes
     batch_tokens: int
     evaluates: bool = False
     staged: bool = False
+    backward: int = 0
+    kept: int = 0
 
     @property
     def layers(self) -> list[int]:
@@ -420,6 +427,10 @@ class Demand:
             cache = sizes.cache_bytes(tokens, *layers)
         if self.staged:
             activations += 4 * tokens * sizes.hidden
+        elif self.backward:
+            # A backward pass has no KV cache.
+            activations = max(activations, -(-self.backward * tokens // sizes.tokens) - cache)
+        activations += self.kept
         return DeviceBytes(name, layers, weights, cache, activations, max(0, measured - plain), usable)
 
     def on_devices(

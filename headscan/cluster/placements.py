@@ -348,16 +348,19 @@ def place(
     batch_tokens: int = BATCH_TOKENS,
     evaluates: bool = False,
     max_threads: int | None = None,
+    backward: int = 0,
+    kept: int = 0,
 ) -> ChosenPlacement:
     """Choose a placement for a model with these bytes for its longest sequence. ``batch_tokens`` counts if the request
     does not state the size of a batch; with ``evaluates`` tasks are evaluated, which needs memory for logits and a KV
-    cache; and ``max_threads`` limits the CPU threads of a worker, None to its share of the cores.
+    cache; and ``max_threads`` limits the CPU threads of a worker, None to its share of the cores. ``backward`` and
+    ``kept`` are bytes of a job with backward passes, see `Demand`.
     """
     kinds: list[type[Placement]] = [
         resolve_name(f"headscan.cluster.{PLACEMENTS[name].placement}") for name in request.kinds()
     ]
     places = Places(nodes, request, max_threads)
-    demand = Demand(sizes, request.batch_tokens or batch_tokens, evaluates)
+    demand = Demand(sizes, request.batch_tokens or batch_tokens, evaluates, backward=backward, kept=kept)
     refusals: list[str] = []
     for kind in kinds:
         try:

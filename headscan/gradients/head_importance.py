@@ -24,7 +24,7 @@ from headscan.measure.collect import TokenIds, check_ids, collect
 from headscan.models.loaded_model import LoadedModel, check_loaded
 
 #: Largest estimate of a graph that is kept whole, which takes less time than running the blocks again.
-_GRAPH_BYTES = 1 << 29
+GRAPH_BYTES = 1 << 29
 #: Hidden states that the graph of a block keeps, about.
 _KEPT_STATES = 20
 
@@ -152,7 +152,7 @@ def must_recompute(lm: LoadedModel, loss: Loss) -> bool:
         return True  # the graph would keep weights that accelerate offloads
     embeddings: Any = lm.model.get_input_embeddings()
     tokens, width = loss.inputs["input_ids"].numel(), embeddings.weight.shape[-1]
-    return _KEPT_STATES * tokens * width * lm.grid.num_layers * lm.model.dtype.itemsize > _GRAPH_BYTES
+    return _KEPT_STATES * tokens * width * lm.grid.num_layers * lm.model.dtype.itemsize > GRAPH_BYTES
 
 
 def entropies(lm: LoadedModel, loss: Loss) -> Tensor:

@@ -28,7 +28,7 @@ from headscan.models.forward_inputs import batch_kwargs, before_last, real_token
 from headscan.models.loaded_model import LoadedModel, logits_at
 
 #: Logits in memory at one time.
-_LOGITS = 1 << 25
+LOGITS = 1 << 25
 
 
 @contextmanager
@@ -127,7 +127,7 @@ class NextTokenLoss(Loss):
 
     def gradient(self, blocks: Blocks, hidden: Tensor) -> Tensor:
         lm, leaf = blocks.lm, hidden.detach().requires_grad_()
-        size = max(16, _LOGITS // lm.vocab_size)
+        size = max(16, LOGITS // lm.vocab_size)
         with torch.enable_grad(), tail_only(blocks, leaf), without_autocast(lm.device):
             for start in range(0, len(self.rows), size):
                 self._share(lm, slice(start, start + size), self.scale).sum().backward()

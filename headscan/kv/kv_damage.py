@@ -119,16 +119,21 @@ def gated_attention(lm: LoadedModel, gates: Mapping[int, Tensor], window: Window
                     "gradient. Load it with `attn_implementation='sdpa'`"
                 )
             return call.output()
-        full = _output(call)
         if site.layer not in gates:
-            return full
-        near = _near(call, window, masks)
+            return _output(call)
         # Some models show the keys once for every query head.
-        gate_BH11 = gates[site.layer][:, list(site.kv_head_of), None, None].to(full.device)
-        return (near + gate_BH11 * (full - near)).to(full.dtype)
+        gate_BH11 = gates[site.layer][:, list(site.kv_head_of), None, None].to(call.device)
+        return gated_output(call, gate_BH11, window, masks)
 
     with attention_hook(lm, on_attention):
         yield
+
+
+def gated_output(call: ScoredCall, gate_BH11: Tensor, window: Window, masks: MaskReader) -> Tensor:
+    """Return the output (B, H, N, Dv) of heads with a gate each between all keys and a window."""
+    full = _output(call)
+    near = _near(call, window, masks)
+    return (near + gate_BH11 * (full - near)).to(full.dtype)
 
 
 def _near(call: ScoredCall, window: Window, masks: MaskReader) -> Tensor:

@@ -215,7 +215,7 @@ class HeadPlan(PlanRecord):
         if self.block is not None or self.chunk is not None:
             lines.append(f"for an engine with {self.engine_text()}")
         lines += [
-            f"at {length.tokens:,} tokens: {length.kv_bytes / 2**20:,.1f} MiB of KV cache become"
+            f"at {length.tokens:,} tokens: {length.kv_bytes / 2**20:,.1f} MiB of KV cache in {self.model.dtype} become"
             f" {length.planned_bytes / 2**20:,.1f} MiB ({length.saved_share:.1%} saved)"
             for length in budget.lengths
         ]

@@ -45,6 +45,8 @@ _SHARE, _FEWEST, _MOST = 0.1, 4, 16
 #: Most exchanges that are made one after another, most that are tried for each on a few prompts, and how many of these
 #: are measured on all.
 _ROUNDS, _TRIES, _MEASURED = 3, 6, 2
+#: Single heads are flipped, and exchanges tried, on one in so many prompts of a task.
+SCREENING_PARTS = 4
 
 #: KV heads with a window, or layers by their first KV head.
 Heads = frozenset[KvHead]
@@ -190,9 +192,23 @@ class WindowSearch:
         return ours == theirs
 
 
+def search_passes(candidates: int) -> tuple[float, float]:
+    """Return how often a search reads all prompts: in the first round, with two sets to start from, and in all further
+    rounds. A pass that goes on from that of a similar set counts as a whole one.
+    """
+    flipped = 1 + 2 * _side(candidates)
+    of_round = (flipped + _TRIES) / SCREENING_PARTS + _MEASURED
+    return 2 + of_round, (_ROUNDS - 1) * of_round
+
+
+def _side(candidates: int) -> int:
+    """Return the number of heads on each side of the edge."""
+    return min(_MOST, max(_FEWEST, round(_SHARE * candidates)))
+
+
 def edge(order: Sequence[KvHead], chosen: Heads) -> tuple[KvHead, ...]:
     """Return the heads around the edge of a set: its last ones in the order, and the first ones outside."""
-    side = min(_MOST, max(_FEWEST, round(_SHARE * len(order))))
+    side = _side(len(order))
     inside, outside = ([head for head in order if (head in chosen) == within] for within in (True, False))
     return (*inside[-side:], *outside[:side])
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 #: Longest texts of a pruning by default, in tokens; their least number; and the tokens for each column of the widest
 #: repaired projection, because least squares need many more tokens than columns.
-_PRUNE_TOKENS, _LEAST_TEXTS, _PER_COLUMN = 512, 128, 8
+PRUNE_TOKENS, _LEAST_TEXTS, _PER_COLUMN = 512, 128, 8
 
 
 @short
@@ -47,7 +47,7 @@ class PruneTexts:
     ] = None
     max_tokens: Annotated[
         int | None,
-        Option(f"length of texts in tokens (default: the model's context, at most {_PRUNE_TOKENS})", least=SHORTEST),
+        Option(f"length of texts in tokens (default: the model's context, at most {PRUNE_TOKENS})", least=SHORTEST),
     ] = None
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class PruneTexts:
         return replace(self, corpus=corpus, held_out=held_out, sequences=self.sequences or sequences)
 
     def longest(self, identity: ModelIdentity) -> int:
-        return longest_text(identity, self.max_tokens, _PRUNE_TOKENS)
+        return longest_text(identity, self.max_tokens, PRUNE_TOKENS)
 
     def half(self, tokens: int, columns: int) -> int:
         """Return the number of texts of ``tokens`` tokens in one half, if a repair solves projections with at most so

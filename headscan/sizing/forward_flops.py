@@ -46,10 +46,9 @@ class ForwardFlops:
             total += 2 * width * keys
         return total
 
-    def per_token(self, tokens: int, *, calls: int = 1, logits: bool = False) -> float:
-        """Return the operations of a token, the mean over a sequence, with ``calls`` of attention in each layer."""
-        weights = self.parameters + (self.head if logits else 0)
-        return 2 * weights + calls * self.attention(tokens)
+    def per_token(self, tokens: int, *, logits: bool = False) -> float:
+        """Return the operations of a token, the mean over a sequence."""
+        return 2 * (self.parameters + (self.head if logits else 0)) + self.attention(tokens)
 
 
 def forward_flops(spec: ModelSpec) -> ForwardFlops:

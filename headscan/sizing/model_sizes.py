@@ -95,8 +95,24 @@ class FusedAttention(TorchFunctionMode):
                 # Copies that precede the kernel: KV heads repeated for all query heads, and a numeric mask.
                 copies = [x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value)]
                 copies += [mask.to(query.dtype) for mask in (given.get("attn_mask"),) if mask is not None]
+                if torch.is_grad_enabled() and query.requires_grad:
+                    return _FusedWithGraph.apply(query, key, value)
                 return torch.empty_like(query)
         return func(*args, **kwargs)
+
+
+class _FusedWithGraph(torch.autograd.Function):
+    """A fused kernel's allocations with a graph: its inputs, its output and one number of each query stay."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(saved.new_empty(saved.shape) for saved in ctx.saved_tensors[:3])
 
 
 class Allocations(TorchDispatchMode):
@@ -225,6 +241,12 @@ def _unknown(model: PreTrainedModel, problem: Exception) -> UnsupportedModelErro
 _TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+def loaded_dtype(spec: ModelSpec, config: PreTrainedConfig, saved: Mapping[str, SavedTensor]) -> torch.dtype:
+    """Return the dtype in which a model is loaded."""
+    asked = check_dtype(spec.dtype)
+    return asked if isinstance(asked, torch.dtype) else saved_dtype(config, saved)
+
+
 def saved_dtype(config: PreTrainedConfig, saved: Mapping[str, SavedTensor]) -> torch.dtype:
     """Return the dtype of ``dtype="auto"``: the configuration's, or else the checkpoint's."""
     named = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
@@ -345,13 +367,24 @@ class DryRun:
     measured: int
 
 
+#: Longest sequence whose panel is measured: its blocks of queries take minutes at 32,768 tokens.
+_PANEL_TOKENS = 4096
+
+
 @torch.no_grad()
 def dry_run(model: PreTrainedModel, tokens: int) -> DryRun:
     """Run a model that `shorten` prepared over one sequence on the meta device. The panel is measured as on a CPU,
-    whose fused call runs in float32; a GPU's runs in half precision and needs less.
+    whose fused call runs in float32; a GPU's runs in half precision and needs less. Of longer sequences than
+    `_PANEL_TOKENS`, the panel's bytes follow from a shorter one, because they are linear in the length.
     """
     with FusedAttention(), Allocations(model) as plain:
         run_forward(model, meta_inputs(model, tokens))
+    if tokens > _PANEL_TOKENS:
+        short = dry_run(model, _PANEL_TOKENS)
+        # Where the model's own attention computes explicit weights, the panel replaces them.
+        own = plain.peak if short.measured >= short.plain else 0
+        panel = short.measured - short.plain if own else short.measured
+        return DryRun(plain.peak, own + panel * tokens // _PANEL_TOKENS)
     windows = _Windows()
     with _answered(model, PROBE, windows), Allocations(model):
         run_forward(model, meta_inputs(model, _FEW))
@@ -394,7 +427,7 @@ _log = logging.getLogger("headscan")
 #: Default length of the sequence for which activations are computed, in tokens.
 _TOKENS = 2048
 #: Activations in percent of the bytes of tensors: the margin covers allocators and kernels.
-_WITH_MARGIN = 110
+WITH_MARGIN = 110
 
 
 @dataclass(frozen=True)
@@ -439,7 +472,7 @@ class ModelSizes:
     def activation_bytes(self, tokens: int, *, measured: bool) -> int:
         """Return the bytes of the activations of a batch of so many tokens, in a pass that measures heads or not."""
         sequence = self.measured if measured else self.plain
-        return -(-sequence * tokens * _WITH_MARGIN // (100 * self.tokens))
+        return -(-sequence * tokens * WITH_MARGIN // (100 * self.tokens))
 
     def cache_bytes(self, tokens: int, first: int = 0, last: int | None = None) -> int:
         """Return the bytes of a batch's KV cache in the layers ``first`` to ``last - 1``; None includes all above."""
@@ -450,10 +483,9 @@ def model_sizes(spec: ModelSpec, tokens: int = _TOKENS) -> ModelSizes:
     """Return the sizes of a model without loading a weight, for sequences of some length, at most the model's context.
     The source is a folder with a configuration, with or without weights, a ``config.json``, or a name on the hub.
     """
-    asked = check_dtype(spec.dtype)
     config = spec.config()
     saved = read_headers(spec.folder, spec.revision)
-    wanted = asked if isinstance(asked, torch.dtype) else saved_dtype(config, saved)
+    wanted = loaded_dtype(spec, config, saved)
     model = empty_model(spec, config, wanted)
     layout = find_layout(model)
     quantised = getattr(config, "quantization_config", None) is not None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from headscan.errors import InterventionError
+from headscan.grid import check_pairs, parse_head
 from headscan.options import Group, Option, short
 from headscan.settings.corpus_settings import LONGEST_TEXT, SHORTEST, CorpusSpec, ExamplesSpec, Metric, longest_text
 from headscan.settings.evaluation_settings import TASK_TOKENS, RecallQuestions, ReplacementConfig, TaskConfig
@@ -32,6 +33,7 @@ class Ablate(QuestionStep["AblateResult"]):
     """measure the effect of every attention head, ablated alone
 
         headscan ablate MODEL --each --corpus texts/ --store s.duckdb
+        headscan ablate MODEL --heads 18:6,18:7,17:4 --corpus texts/ --store s.duckdb
         headscan ablate MODEL --each --all-but-one --tasks arc_easy --limit 500
         headscan ablate MODEL --each --tasks arc_easy --replace mean --corpus texts/
         headscan ablate CLASSIFIER --each --data dev.tsv
@@ -46,18 +48,30 @@ class Ablate(QuestionStep["AblateResult"]):
         recall: Effects are not measured on recall questions.
         corpus: Texts whose loss is measured if there are no tasks, and texts of ``replacement``.
         each: Ablate one head at a time; so does a step without ``all_but_one``.
+        heads: Heads that are measured, in an encoder-decoder at every site; empty measures all.
         all_but_one: Ablate all other heads of a head's layer.
         data: Labelled examples instead of tasks and texts.
         metric: Accuracy, loss or BLEU of ``data``; None uses accuracy for classes and BLEU for target texts.
         max_tokens: Longest text, or text and target text; None uses the model's context, at most 2,048 tokens.
     """
 
-    common: ClassVar = "MODEL --corpus --tasks --data --each --all-but-one --replace --sequences --max-tokens --store"
+    common: ClassVar = (
+        "MODEL --corpus --tasks --data --heads --each --all-but-one --replace --sequences --max-tokens --store"
+    )
     error: ClassVar = InterventionError
 
     tasks: Annotated[TaskConfig, Group("tasks", needs="no --data")] = field(default_factory=TaskConfig)
     recall: RecallQuestions | None = None
     each: Annotated[bool, Option("effect of each single head (default without --all-but-one)")] = False
+    heads: Annotated[
+        tuple[tuple[int, int], ...],
+        Option(
+            "comma-separated heads to measure, each alone (default: all)",
+            metavar="LAYER:HEAD",
+            parse=parse_head,
+            spaces=True,
+        ),
+    ] = ()
     all_but_one: Annotated[
         bool,
         Option(
@@ -90,6 +104,9 @@ class Ablate(QuestionStep["AblateResult"]):
         super().__post_init__()
         object.__setattr__(self, "model", self.model.in_full_precision())
         self.refuse(("recall", "max_loss"), "on single heads")
+        check_pairs(self.heads)
+        if self.heads and self.all_but_one:
+            raise InterventionError("`all_but_one` compares all heads of a layer: leave out `heads`, or `all_but_one`")
         if self.text is not None:
             raise InterventionError("`text` has no effect on single heads: leave it out, or set `corpus`")
         if self.data is not None:

@@ -29,7 +29,7 @@ Method = Literal["measured", "distant_mass", "retrieval_score", "imported", "ran
 #: Share of the candidates that get a window if no budget is given.
 _WINDOW_SHARE = 0.5
 #: Longest prompts of a damage measurement by default, in tokens.
-_PLAN_TOKENS = 1024
+PLAN_TOKENS = 1024
 _OF_STORE = "--method distant_mass,retrieval_score,imported,random"
 _MEASURED = "--method measured"
 
@@ -68,7 +68,7 @@ class Plan(Step["HeadPlan"]):
     """
 
     common: ClassVar = (
-        "MODEL --method --unit --window-share --kv-bytes --at --recent --corpus --sequences --confirm --out --store"
+        "MODEL --method --unit --window-share --kv-bytes --at --recent --corpus --sequences --search --out --store"
     )
     of_model: ClassVar = _MEASURED
     keeps_rows: ClassVar = False
@@ -169,7 +169,7 @@ class Plan(Step["HeadPlan"]):
     max_tokens: Annotated[
         int | None,
         Option(
-            f"length of texts and recall prompts in tokens (default: the model's context, at most {_PLAN_TOKENS})",
+            f"length of texts and recall prompts in tokens (default: the model's context, at most {PLAN_TOKENS})",
             least=1,
             needs=_MEASURED,
         ),
@@ -187,7 +187,7 @@ class Plan(Step["HeadPlan"]):
         ),
     ] = 8
     gates: Annotated[tuple[float, ...], Limits(least=0, most=1)] = (0.5,)
-    confirm: Annotated[
+    search: Annotated[
         bool,
         Option(
             "choose the KV heads or layers near the budget's edge by their loss with real window masks", needs=_MEASURED
@@ -257,7 +257,7 @@ class Plan(Step["HeadPlan"]):
         return WindowShare(_WINDOW_SHARE if self.window_share is None else self.window_share)
 
     def longest(self, identity: ModelIdentity) -> int:
-        return longest_text(identity, self.max_tokens, _PLAN_TOKENS)
+        return longest_text(identity, self.max_tokens, PLAN_TOKENS)
 
     def run(self, store: str | Path | None, **options: Unpack[JobOptions]) -> HeadPlan:
         """Make the plan, and write it.

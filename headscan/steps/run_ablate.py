@@ -7,12 +7,14 @@ of their head. The same command again resumes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headscan.ablation.masks import HeadMask, SiteMask
 from headscan.engine.arms import BASELINE, Arm, site_arm
 from headscan.engine.replacements import ZERO_REPLACEMENT, ArmReplacement, collect_replacement
+from headscan.errors import HeadIndexError
 from headscan.grid import Head, HeadGrid
+from headscan.models.model_facts import check_bounds
 from headscan.runs.progress import at_work
 from headscan.runs.run_context import Run
 from headscan.settings.evaluation_settings import TaskConfig
@@ -69,17 +71,26 @@ class AblateResult(NamedTuple):
 
 def run_ablate(config: Ablate, run: Run) -> AblateResult:
     """Measure the effect of every head, record the table in the store, and return it."""
+    check_bounds(run.model.config(), config.heads)
     questions, asked = _questions(config, run)
     replacement = collect_replacement(config.replacement, run, questions.longest_input())
-    arms = [BASELINE]
+    grid, wanted, arms = run.facts.grid, set(config.heads), [BASELINE]
     for mode in config.modes:
-        grid = run.facts.grid
-        arms += head_arms(grid, mode, replacement) if questions.examples is None else site_head_arms(grid, mode)
+        of_mode = head_arms(grid, mode, replacement) if questions.examples is None else site_head_arms(grid, mode)
+        arms += [arm for arm in of_mode if not wanted or _head_of(arm) in wanted]
+    if missing := sorted(wanted - {_head_of(arm) for arm in arms[1:]}):
+        raise HeadIndexError(f"no head {missing[0][0]}:{missing[0][1]} in {run.identity.name}. Choose another")
     run.say(f"{counted(len(arms), 'arm')}: the baseline and {counted(len(arms) - 1, 'set')} of heads, on {asked}")
     purpose = Purpose("ablate", {"replace": config.replacement.kind, **dict(replacement.details)}, judges_arms=False)
     run_id = run_evaluation(config, run, arms, questions=questions, purpose=purpose)
     with at_work("effects and their intervals"):
         return AblateResult(run_id, tuple(record_effects(run.store, run_id)))
+
+
+def _head_of(arm: Arm) -> tuple[int, int]:
+    """Return the layer and the head of an arm of `ablated_sets`."""
+    settings: dict[str, Any] = dict(arm.details)
+    return settings["layer"], settings["head"]
 
 
 def _questions(config: Ablate, run: Run) -> tuple[Questions, str]:

@@ -33,7 +33,7 @@ from headscan.plans import (
     damage_scores,
     planned_model,
 )
-from headscan.plans.window_search import Heads, Increases, WindowSearch, edge, smallest_windows
+from headscan.plans.window_search import SCREENING_PARTS, Heads, Increases, WindowSearch, edge, smallest_windows
 from headscan.runs.code_version import code_version
 from headscan.runs.run_context import ModelContext
 from headscan.steps.damage_measurement import Measurement, read_prompts
@@ -42,9 +42,6 @@ from headscan.store.verdict_limits import MIN_RETAINED, TAIL
 from headscan.text_tables import counted
 from headscan.verdicts.paired import Interval, t_quantile
 from headscan.windows import KeptKeys, KvHead, Window
-
-#: Heads are flipped, and exchanges tried, on one in so many prompts of a task.
-_SCREENING_PARTS = 4
 
 
 def run_plan(config: Plan, model: ModelContext, budget: BudgetRequest | LossLimit) -> HeadPlan:
@@ -150,7 +147,7 @@ def _plan(
         request = budget
     plan = planned(scores, request)
     count = len(units.keys() & set(plan.window_heads))
-    if config.confirm and count > 0:
+    if config.search and count > 0:
         measurement.context.say(f"choosing the {config.unit_names} near the budget's edge with window masks")
         search = _search(measurement, model, windows, damage, count)
         chosen = search.best(order, count)
@@ -192,7 +189,7 @@ def _search(
     distant = measurement.distant_order(measurement.config.windows[0])
     return WindowSearch(
         increases,
-        partial(increases, parts=_SCREENING_PARTS),
+        partial(increases, parts=SCREENING_PARTS),
         (totals[0], totals[-1]),
         {unit: (bytes_of[unit[0]], len(measurement.units[unit]), window) for unit, window in windows.items()},
         None if distant is None else frozenset(distant[:count]),

@@ -267,7 +267,7 @@ class _Study:
             max_tokens=self.tokens,
             sequences=self._sequences,
             recall_prompts=config.recall_prompts,
-            confirm=bool(config.search),
+            search=bool(config.search),
         )
         shares = config.window_shares or ()
         plans = measured_plans(measuring, self.run, [WindowShare(share) for share in shares])

@@ -184,12 +184,12 @@ def _place(asked: Instance) -> str:
 
 @contextmanager
 def quiet_harness() -> Iterator[None]:
-    """Suppress output of lm-eval and datasets, except for errors."""
+    """Suppress output of lm-eval, datasets and the hub's client, such as retries, except for errors."""
     import datasets
     import lm_eval.api.metrics
     import lm_eval.api.task
 
-    loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval", "datasets")]
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval", "datasets", "huggingface_hub")]
     levels = [logger.level for logger in loggers]
     bars = datasets.utils.logging.is_progress_bar_enabled()
     try:

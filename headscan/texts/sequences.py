@@ -463,10 +463,11 @@ def _no_sequence_error(corpus: Corpus, config: TokenConfig, report: CorpusReport
     reasons = "; ".join(report.problems()) or "no documents"
     fix = "give a corpus with text"
     if report.too_short:
-        least_tokens, option = config.min_tokens, "min_tokens"
+        # Few verbs have an option for the shortest sequence, and those that pack have one for the longest.
+        least, remedy = config.min_tokens, "Give longer texts"
         if config.mode == "pack":
-            least_tokens, option = config.longest, "max_tokens"
-        fix = f"a {config.mode} sequence needs {least_tokens} tokens. Lower `{option}`"
+            least, remedy = config.longest, "Lower `max_tokens`, or give more text"
+        fix = f"a {config.mode} sequence needs {least} tokens. {remedy}"
     return CorpusError(f"corpus {corpus.spec.name!r} gave no sequence: {reasons}; {fix}")
 
 

@@ -73,7 +73,7 @@ COMMANDS: dict[str, str] = {
     "plan": "plan --method retrieval_score --window-share 0.25 --recent 16 --out plan.json --json --store S",
     "plan by damage": (
         "plan demo --method measured --corpus texts --sequences 4 --recall-prompts 8 --max-tokens 128 --recent 16 "
-        "--window-share 0.25 --no-confirm --out measured.json --json --store S"
+        "--window-share 0.25 --no-search --out measured.json --json --store S"
     ),
     "plan by layer": (
         "plan --method random --unit layer --sink 0 --recent 16 --window-share 0.25 --out layers.json --json --store S"

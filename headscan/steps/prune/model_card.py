@@ -23,8 +23,8 @@ def cost_rows(costs: CostComparison) -> list[tuple[str, str, str]]:
         "query heads": ("query_heads", 1, ""),
         "KV heads": ("kv_heads", 1, ""),
         "layers with attention": ("attention_layers", 1, ""),
-        "KV cache of a token, by arithmetic": ("cache_bytes", 1, " B"),
-        "KV cache of a token, measured": ("measured_cache_bytes", 1, " B"),
+        "KV cache of a token in the dtype of the weights, by arithmetic": ("cache_bytes", 1, " B"),
+        "KV cache of a token in the dtype of the weights, measured": ("measured_cache_bytes", 1, " B"),
         "prefill": ("prefill_seconds", 1e-3, " ms"),
         "generated token": ("token_seconds", 1e-3, " ms"),
     }

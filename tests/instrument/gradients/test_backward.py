@@ -203,7 +203,7 @@ SEQUENCES, TOKENS = 2, 128
 @pytest.fixture
 def by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep no graph of all blocks, however small."""
-    monkeypatch.setattr(head_importance, "_GRAPH_BYTES", 0)
+    monkeypatch.setattr(head_importance, "GRAPH_BYTES", 0)
 
 
 def plain_backward(lm: LoadedModel, ids: torch.Tensor) -> int:

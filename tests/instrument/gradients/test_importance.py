@@ -62,7 +62,7 @@ def check(lm: LoadedModel, loss: Loss, of_one, bound: float | None = None) -> No
 @pytest.fixture
 def by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep no graph of all blocks, however small."""
-    monkeypatch.setattr(head_importance, "_GRAPH_BYTES", 0)
+    monkeypatch.setattr(head_importance, "GRAPH_BYTES", 0)
 
 
 @pytest.mark.gpu
@@ -79,7 +79,7 @@ def test_graphs_of_all_blocks_give_the_same(family: str, monkeypatch: pytest.Mon
     monkeypatch.setattr("headscan.gradients.backward.same_output", lambda *two: bool(calls.append(two)) or True)
     whole = head_gradients(lm, loss)["self"].gates
     assert not calls
-    monkeypatch.setattr(head_importance, "_GRAPH_BYTES", 0)
+    monkeypatch.setattr(head_importance, "GRAPH_BYTES", 0)
     found = head_gradients(lm, loss)["self"].gates
     torch.testing.assert_close(found, whole, rtol=1e-3, atol=1e-4, equal_nan=True)
 

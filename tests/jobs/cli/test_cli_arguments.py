@@ -308,7 +308,7 @@ def test_an_option_is_refused_where_it_has_no_effect(verb: str, option: Option) 
             "probe demo --behaviours induction_score --depths 0.5",
             "on --behaviours induction_score (only on retrieval_sc",
         ),
-        ("roles --mask m --heads", "--heads has no effect with --mask: leave one of them out"),
+        ("roles --mask m --all-heads", "--all-heads has no effect with --mask: leave one of them out"),
     ],
 )
 def test_a_refusal_names_the_other_option(command: str, message: str) -> None:

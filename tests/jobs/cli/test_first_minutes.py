@@ -165,7 +165,7 @@ def test_a_report_s_commands_can_be_pasted(
     assert main(["report", "--out", "r.html", "--store", "short.duckdb"]) == 0
     [plan] = [words for words in commands_of(Path("r.html")) if words[0] == "plan"]
     assert plan[1:3] == [str(folder), "--corpus"]
-    assert main([*plan, "--sequences", "4", "--recall-prompts", "0", "--no-confirm", "--max-tokens", "40"]) == 0, plan
+    assert main([*plan, "--sequences", "4", "--recall-prompts", "0", "--no-search", "--max-tokens", "40"]) == 0, plan
 
 
 #: A missing input of each verb, with the name that its error has.
@@ -246,3 +246,23 @@ def test_tasks_are_required_for_other_models() -> None:
 def test_options_are_not_shortened(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "demo", "--prompt", "some text"]) == 2
     assert "--prompt-file" in capsys.readouterr().err
+
+
+def test_a_configuration_is_no_model(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = model_folder / "config.json"
+    assert main(["models", str(config)]) == 2
+    assert (
+        capsys.readouterr().err
+        == f"headscan: {config} is a file, and a model is a folder with weights. Name its folder\n"
+    )
+
+
+def test_similar_names_of_models_are_proposed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("headscan.checkpoints.headers.hub_answers", lambda: False)
+    for source, name in (("smolm2", "smollm2"), ("dmo", "demo")):
+        assert main(["models", source]) == 2
+        assert capsys.readouterr().err.endswith(f"; did you mean {name}?\n")
+    assert main(["models", "another"]) == 2
+    assert "did you mean" not in capsys.readouterr().err

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from headscan.cli.main import main
 from headscan.store.store import Store
+from headscan.study.job_costs import GPU_FLOPS
+from headscan.study.study_time import PassCosts
 
 # As published beside the weights: the numbers that shapes follow from.
 LLAMA_405B = {
@@ -145,25 +147,77 @@ def test_every_choice_can_be_made_by_hand(model_folder: Path, capsys: pytest.Cap
     assert "the other layers on disk" in offloaded
     assert re.search(r"^disk +2-2", offloaded, re.MULTILINE), offloaded
     assert "disk" not in shown(capsys, model_folder, *small, "--gpu-memory", "1MB")
-    assert "KV cache" in shown(capsys, model_folder, *on, "--evaluate")
+    assert "KV cache" in shown(capsys, model_folder, *on, "--job", "evaluate")
 
 
-def test_hours_of_a_scan_follow_from_operations(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hours_follow_from_operations(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     on = ["--nodes", 1, "--gpus", 3, "--gpu-memory", "1GiB", "--max-tokens", 8, "--tokens", 10**9, "--flops", "2T"]
     found = json.loads(shown(capsys, model_folder, *on, "--json"))
     time, model = found["time"], AutoModelForCausalLM.from_pretrained(model_folder)
     config = model.config
-    # By hand: 2 operations per weight of the blocks; attention twice, over 4.5 of 8 keys on average.
+    # By hand: 2 operations per weight of the blocks; attention over 4.5 of 8 keys on average.
     weights = sum(p.numel() for p in model.base_model.parameters()) - model.get_input_embeddings().weight.numel()
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 2 * config.num_hidden_layers * config.num_attention_heads * 2 * dim * 4.5
-    seconds = 10**9 * (2 * weights + 2 * attention) / (3 * 2e12)
+    seconds = PassCosts.scan * 10**9 * (2 * weights + attention) / (3 * 2e12)
     assert (found["replicas"], time["at_once"]) == (3, 1)
     assert time["hours"] == pytest.approx(seconds / 3600)
     assert f"= {seconds / 3600:.3g}" in shown(capsys, model_folder, *on)
     staged = [*on, "--placement", "pipeline", "--stages", 3, "--replicas", 1, "--json"]
     assert json.loads(shown(capsys, model_folder, *staged))["time"]["hours"] == pytest.approx(seconds / 3600)
     assert [row["name"] for row in found["rows"]] == ["GPU"] and found["rejected"] == []
+    # The speed of a pass is that of the same text on one device.
+    logits = config.vocab_size * config.hidden_size
+    of_pass = 2e12 / (2 * (weights + logits) + attention)
+    speeds = (["--flops", "2T"], ["--pass-speed", of_pass])
+    asked = ["--nodes", 1, "--gpus", 1, "--max-tokens", 8, "--tokens", 10**6, "--job", "importance", "--json"]
+    flops, given = (json.loads(shown(capsys, model_folder, *asked, *speed))["time"]["hours"] for speed in speeds)
+    assert flops == pytest.approx(given) == pytest.approx(PassCosts.importance * 10**6 / of_pass / 3600)
+
+
+LLAMA_8B = {
+    **LLAMA_405B,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+
+
+def test_jobs_on_an_8b_at_32k(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    on = ["--nodes", 1, "--gpus", 1, "--gpu-memory", "141GB", "--max-tokens", 32768, "--flops", "H200", "--json"]
+    plan, prune, study = (json.loads(shown(capsys, tmp_path, "--job", job, *on)) for job in ("plan", "prune", "study"))
+    for found in (plan, prune, study):
+        assert found["sequence_tokens"] == found["time"]["sequence"] == 32768
+        assert found["time"]["flops"] == GPU_FLOPS["H200"]
+    # One forward pass: the quadratic part is a third of the operations.
+    assert plan["time"]["attention"] == pytest.approx(2 * 32 * 32 * 256 * 16384.5)
+    # 16 of 32 texts and prompts rank the heads.
+    assert plan["time"]["steps"]["damage"] == PassCosts.derivatives * 16 * 32768
+    assert 0.2 < plan["time"]["hours"] < 0.4 and 1 < study["time"]["hours"] <= 2
+    # Inputs of 32 blocks alone are 8 GiB; removing heads keeps moments and repaired weights, too.
+    assert 30 < plan["peak_bytes"] / 2**30 < 40
+    assert prune["peak_bytes"] > plan["peak_bytes"] + 12 * 2**30
+    halved = json.loads(shown(capsys, tmp_path, "--job", "plan", *on, "--sequences", 8))["time"]
+    assert halved["steps"]["damage"] == PassCosts.derivatives * 12 * 32768
+
+
+def test_a_job_never_takes_another_length(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limit = AutoModelForCausalLM.from_pretrained(model_folder).config.max_position_embeddings
+    assert main(["place", str(model_folder), "--max-tokens", str(limit + 1)]) == 2
+    assert f"--max-tokens: {limit + 1} (limit {limit} positions of" in capsys.readouterr().err
+    longest = json.loads(shown(capsys, model_folder, "--device", "cpu", "--json"))["sequence_tokens"]
+    assert longest == min(limit, 2048)
+    of_plan = json.loads(shown(capsys, model_folder, "--device", "cpu", "--job", "plan", "--json"))["sequence_tokens"]
+    assert of_plan == min(limit, 1024)
+
+
+def test_a_pass_is_timed_here(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, model_folder, "--device", "cpu", "--job", "plan", "--max-tokens", 32, "--time-pass")
+    assert re.search(r"at [\d,.]+ [GMT]FLOP/s, [\d,]+ tokens per second and device", out), out
+    without = shown(capsys, model_folder, "--device", "cpu", "--job", "plan", "--max-tokens", 32)
+    assert "hours: give a speed" in without
 
 
 def test_a_finished_scan_gives_the_speed(
@@ -185,8 +239,16 @@ def test_a_finished_scan_gives_the_speed(
     ("arguments", "words"),
     [
         (["--tokens", "5"], "--tokens needs a speed"),
-        (["--flops", "4T"], "--flops and --measured need --tokens"),
-        (["--flops", "fast", "--tokens", "5"], "write 400T or 4e14"),
+        (["--flops", "4T"], "the hours of --job scan need --tokens"),
+        (["--job", "plan", "--tokens", "5", "--flops", "4T"], "--tokens has no effect on --job plan"),
+        (["--sequences", "8"], "--sequences has no effect on --job scan (only on plan, prune)"),
+        (["--job", "plan", "--hours", "3"], "--hours has no effect on --job plan (only on study)"),
+        (["--job", "study", "--time-pass", "--nodes", "1"], "--time-pass times this machine"),
+        (
+            ["--job", "prune", "--placement", "pipeline", "--nodes", "2", "--gpus", "1"],
+            "needs all layers in one process",
+        ),
+        (["--flops", "fast", "--tokens", "5"], "write 400T, 4e14, or a measured GPU (H200)"),
         (["--nodes", "1", "--gpus", "2", "--gpu-memory", "100KiB"], "missing). Use larger devices"),
         (["--nodes", "1", "--gpus", "1", "--gpu-memory", "100KiB", "--placement", "whole"], "Set --placement auto"),
         (["--nodes", "1", "--gpus", "1", "--gpu-memory", "a lot"], "such as 80GiB"),

@@ -46,7 +46,7 @@ def test_roles_and_what_a_mask_keeps(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert row == ["induction", ">", "0.5", "headscan", "3", "4", "0:0", "1:0", "1:1"]
     assert "not measured: sink. Run `headscan scan MODEL" in shown.err and f"from probe {run_id}" in shown.err
 
-    assert main(["roles", "--heads", "--run", run_id[:6], *where]) == 0
+    assert main(["roles", "--all-heads", "--run", run_id[:6], *where]) == 0
     assert [line.split()[:3] for line in capsys.readouterr().out.splitlines()[2:]] == [
         ["induction", layer, head] for layer, head in ("00", "10", "11")
     ]
@@ -54,6 +54,9 @@ def test_roles_and_what_a_mask_keeps(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["roles", "--mask", "mine", *where]) == 0
     assert capsys.readouterr().out.splitlines()[2].split() == ["induction", "3", "2", "1.5", "0:0"]
 
-    for words, message in ((["--mask", "theirs"], "no mask theirs"), (["--mask", "mine", "--heads"], "--heads")):
+    for words, message in (
+        (["--mask", "theirs"], "no mask theirs"),
+        (["--mask", "mine", "--all-heads"], "--all-heads"),
+    ):
         assert main(["roles", *words, *where]) == 2
         assert message in capsys.readouterr().err

@@ -128,7 +128,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plans")
     for sink in (0, 4):
         out = str(folder / f"sink{sink}.json")
-        words = ["--no-confirm", "--sink", str(sink), "--out", out, "--store", str(folder / "s.duckdb")]
+        words = ["--no-search", "--sink", str(sink), "--out", out, "--store", str(folder / "s.duckdb")]
         assert main(["plan", "demo", *PLAN.split(), *words]) == 0
     return folder
 

@@ -305,3 +305,19 @@ def test_bad_options_name_their_fix(
     fails(capsys, ["rank", "--by", "effect", *at], "Run `headscan ablate` first")
     generating = ["evaluate", spec.source, "--tasks", "telling", "--include-path", str(task_folder), "--no-recall", *at]
     fails(capsys, [*generating, "--heads", "0:1", "--replace", "resample", *corpus], "but a task generates text")
+
+
+def test_only_named_heads_are_measured(
+    spec: ModelSpec, corpus_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = {"corpus": CorpusSpec(str(corpus_folder)), "sequences": 4, "max_tokens": 40}
+    named = Ablate(spec, heads=((2, 1), (0, 0)), **texts).run(tmp_path / "s.duckdb").effects
+    every = {(e.layer, e.head): e for e in Ablate(spec, **texts).run(tmp_path / "all.duckdb").effects}
+    assert {(e.layer, e.head) for e in named} == {(0, 0), (2, 1)}
+    for effect in named:
+        assert effect.effect == pytest.approx(every[effect.layer, effect.head].effect, abs=1e-6)
+    with pytest.raises(InterventionError, match="`all_but_one` compares all heads of a layer"):
+        Ablate(spec, heads=((0, 0),), all_but_one=True, **texts)
+    given = ["ablate", spec.source, "--corpus", str(corpus_folder), "--store", str(tmp_path / "s.duckdb")]
+    fails(capsys, [*given, "--heads", "9:0"], "no head 9:0 in the model: layer 9 (limit 2)")
+    fails(capsys, [*given, "--heads", "0.1"], "--heads")

@@ -124,7 +124,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[AddedLoss], None]:
 
 def test_recall_that_the_model_cannot_do_is_named(context: ModelContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headscan.engine.prompt_losses._ABLE", 1.1)
-    plan = run_plan(replace(SMALL, confirm=False), context, WindowShare(0.5))
+    plan = run_plan(replace(SMALL, search=False), context, WindowShare(0.5))
     assert plan.validation is not None and plan.validation["recall_unknown"] == list(RECALL_FAMILIES)
     assert (
         "Recall is unknown (needle, copying): their prompts were left out, so the windows may cost it" in plan.notes[0]
@@ -192,7 +192,7 @@ def test_each_recall_task_keeps_the_loss_limit(context: ModelContext, pretend: C
 
 
 def test_heads_get_windows_of_different_widths(context: ModelContext) -> None:
-    config = replace(SMALL, recent=(48, 16), recall_prompts=0, confirm=False)
+    config = replace(SMALL, recent=(48, 16), recall_prompts=0, search=False)
     plan = run_plan(config, context, WindowHeads(12))
     measurement = Measurement.of(config, context)
     damages = {window: measurement.damages(window)["text"] for window in config.windows}
@@ -206,7 +206,7 @@ def test_heads_get_windows_of_different_widths(context: ModelContext) -> None:
 
 
 def test_damages_of_layers_are_those_of_masks_opened_by_hand(context: ModelContext) -> None:
-    config = replace(SMALL, sink=0, unit="layer", confirm=False)
+    config = replace(SMALL, sink=0, unit="layer", search=False)
     plan = run_plan(config, context, WindowShare(0.5))
     measurement = Measurement.of(config, context)
     lm, window = context.pool.one(lambda lm, _: lm, None), Window(0, 16)
@@ -308,7 +308,7 @@ def test_the_usual_window_is_a_quarter_of_a_short_text(tokens: int | None, recen
 def test_the_command_writes_a_plan_and_keeps_the_damages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, store = tmp_path / "plan.json", tmp_path / "s.duckdb"
     words = "plan demo --method measured --corpus python-stdlib-heldout --max-tokens 64 --sequences 2 --recent 16"
-    more = ["--recall-prompts", "0", "--no-confirm", "--max-loss", "0.5", "--device", "cpu", "--out", str(out)]
+    more = ["--recall-prompts", "0", "--no-search", "--max-loss", "0.5", "--device", "cpu", "--out", str(out)]
     main([*words.split(), *more, "--store", str(store)])
     plan = load_plan(out)
     assert plan.method == "measured" and plan.validation is not None
@@ -330,7 +330,7 @@ def test_the_command_writes_a_plan_and_keeps_the_damages(tmp_path: Path, capsys:
             "--max-loss has no effect on --method distant_mass (only on measured): leave it out",
         ),
         ("plan --method distant_mass --sequences 64", "--sequences has no effect on --method distant_mass"),
-        ("plan --no-confirm --method retrieval_score", "--no-confirm has no effect on --method retrieval_score"),
+        ("plan --no-search --method retrieval_score", "--no-search has no effect on --method retrieval_score"),
         (
             "plan --method distant_mass --seed 0",
             "--seed has no effect on --method distant_mass (only on measured, random)",

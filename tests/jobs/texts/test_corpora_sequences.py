@@ -203,7 +203,7 @@ def test_problems_are_reported_and_the_rest_is_scanned(corpus_of, adds_bos):
     ("texts", "options", "message"),
     [
         (["", " "], {}, r"no sequence: empty documents: 2 \(000.txt"),
-        (["a"], {"bos": "never"}, "pieces too short: 1 .*needs 2 tokens. Lower `min_tokens`"),
+        (["a"], {"bos": "never"}, "pieces too short: 1 .*needs 2 tokens. Give longer texts"),
         (["abc"], {"mode": "pack"}, "pieces too short: 1 .*pack sequence needs 8 tokens. Lower `max_tokens`"),
     ],
 )
