@@ -44,7 +44,7 @@ class Demo:
             CorpusSpec("python-stdlib-modules"),
             judge=CorpusSpec(DEMO_CORPUS),
             out=self.out,
-            hours=0.25,
+            hours=1.0,
             max_tokens=192,
             shares=(0.02, 0.05),
             window_shares=(0.125, 0.33),
