@@ -184,7 +184,7 @@ def short(cls: type[Settings]) -> type[Settings]:
 
     marked = cls.__init__.__annotations__
     cls.__init__.__annotations__ = {name: _unmarked(hint) for name, hint in marked.items()}
-    cls.__repr__ = shown  # type: ignore[method-assign, assignment]
+    cls.__repr__ = shown  # type: ignore[method-assign]
     return cls
 
 

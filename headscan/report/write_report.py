@@ -128,9 +128,10 @@ def write_report(
     if not data.sites:
         raise ReportError(f"run {run['run_id']} has no measured heads. Wait for its first shard, or scan again")
     choices = _choices(store, verdict, confirm)
-    cache = cache or cache_left(verdict)
     lost = {name: loss_words(loss, max_loss) for name, loss in (losses or {}).items() if exceeds(loss, max_loss)}
-    shown = _Shown(store, run, data, evaluation, verdict, choices, plan, plan_file, answers, cache, lost)
+    shown = _Shown(
+        store, run, data, evaluation, verdict, choices, plan, plan_file, answers, cache or cache_left(verdict), lost
+    )
     title = f"Attention heads of {run['model']}"
     with store.reading():
         first_site = data.sites[0]
