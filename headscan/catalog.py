@@ -18,7 +18,7 @@ from math import floor
 from typing import Annotated, Final, Literal
 
 from headscan.errors import InterventionError, UnknownNameError, unknown_name
-from headscan.options import Option, check_limits
+from headscan.options import Option, check_limits, short
 
 #: Number of first tokens that form the sink (arXiv 2309.17453), and of last tokens that are recent: the keys of the
 #: mass statistics, and what a window head keeps.
@@ -466,6 +466,7 @@ def panel_names(panel: Panel) -> tuple[str, ...]:
     return tuple(entry.name for entry in everything if panel == "full" or entry.panel == "fast")
 
 
+@short
 @dataclass(frozen=True)
 class MassWidths:
     """Widths of sink and recent mass, in keys.

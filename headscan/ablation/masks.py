@@ -29,7 +29,7 @@ from headscan.catalog import head_count
 from headscan.errors import InterventionError, check_type
 from headscan.grid import AttentionSite, Head, Heads, heads_of_any
 from headscan.models.loaded_model import LoadedModel
-from headscan.options import Limits, Seed, check_limits
+from headscan.options import Limits, Seed, check_limits, short
 
 #: Heads that the text of a mask names.
 _SHOWN_HEADS = 8
@@ -170,6 +170,7 @@ class SiteMask(Ablation):
             yield
 
 
+@short
 @dataclass(frozen=True)
 class RandomHeads(Ablation):
     """Ablates each head of each sequence with the same probability: the control of a rule.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
 from headscan.cluster.placement_base import format_bytes
 from headscan.errors import ExportError
 from headscan.model_spec import ModelSpec
-from headscan.options import Group, Option, check_limits
+from headscan.options import Group, Option, check_limits, short
 from headscan.settings.saving_settings import Architecture, GgufType
 from headscan.text_tables import counted
 
@@ -243,6 +243,7 @@ def _only(formats: Iterable[str]) -> str:
     return f"format {','.join(formats)}"
 
 
+@short
 @dataclass(frozen=True)
 class ExportConfig:
     """Settings of an export.

@@ -118,11 +118,13 @@ def test_a_report_is_one_file_that_fetches_nothing(store: tuple[Store, str, str]
 
 def test_a_report_of_a_scan_alone_names_missing_statistics(store: tuple[Store, str, str], tmp_path: Path) -> None:
     a_store, run_id, _ = store
-    path = write_report(a_store, tmp_path / "r.html", scan_run=None, scores=("self_weight", "entropy_ln"))
+    # Others were not measured.
+    scores = ("self_weight", "induction_score", "effect", "entropy_ln")
+    path = write_report(a_store, tmp_path / "r.html", scan_run=None, scores=scores)
     html = path.read_text(encoding="utf-8")
     reader = _Reader()
     reader.feed(html)
-    assert head_data(html)["start"] == "entropy_ln"  # self_weight was not measured
+    assert head_data(html)["start"] == "entropy_ln"
     assert run_id in reader.text and "Head plan" not in reader.text
     for verb in ("evaluate", "prune", "plan", "probe", "importance"):
         assert f"headscan {verb} " in reader.text
@@ -193,7 +195,7 @@ def test_control_characters_never_reach_the_page(store: tuple[Store, str, str], 
 def test_runs_of_different_models_are_refused(store: tuple[Store, str, str], tmp_path: Path) -> None:
     a_store, run_id, _ = store
     target = tmp_path / "r.html"
-    with pytest.raises(UnknownNameError, match="unknown score or statistic 'entrpy'"):
+    with pytest.raises(UnknownNameError, match="unknown score 'entrpy'"):
         write_report(a_store, target, scan_run=run_id, scores=("entrpy",))
     stats = everything(LAYERS, HEADS, TOKENS)
     other, other_id = write_scan(
