@@ -69,7 +69,7 @@ def test_a_verdict_follows_the_interval_and_the_controls(evaluate: Evaluate) -> 
     assert [w.split(" ")[0] for w in words] == ["harmless", "unclear", "costly"]
     assert words[0] == (
         "harmless (10.0% of heads ablated): safe within one point; recall is unknown. Accuracy 74.80 % against"
-        " 75.00 % on 1000 questions: -0.20 points [-0.72, +0.23], p = 0.5. Worst of 2 tasks and groups, with an"
+        " 75.00 % on 1,000 questions: -0.20 points [-0.72, +0.23], p = 0.5. Worst of 2 tasks and groups, with an"
         " interval widened for their number: b: -0.40 points [-1.62, +0.61]; the smallest, of 500 questions, shows"
         " losses from about 4 points. Recall was not tested. Of 2 random choices with"
         " as many heads, 2 lose more accuracy (-10.00 to -6.00 points); at least 19 are needed to show a"
@@ -375,7 +375,7 @@ def test_perplexity_in_addition_to_a_benchmark_is_reported(evaluate: Evaluate) -
         answers = answer_table(asked, np.append(correct, np.nan).astype(float))
         store.finish_arm(arm["arm_id"], answers, results=pa.concat_tables([results.slice(0, 1), a_task]))
     (sentence,) = judge(store, run_id).sentences()
-    assert "on 1000 questions" in sentence
+    assert "on 1,000 questions" in sentence
     assert ". Measured wikitext word_perplexity: 21 against 20. " in sentence
     assert "a word_perplexity" not in sentence  # a task with right answers is told by its accuracy
 
