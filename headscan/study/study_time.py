@@ -16,6 +16,7 @@ import torch
 
 from headscan.catalog import CRITERIA, RECALL_FAMILIES
 from headscan.models.loaded_model import LoadedModel
+from headscan.plans.window_search import search_passes
 from headscan.runs.progress import time_text
 from headscan.steps.prune.model_costs import wait_for
 from headscan.store.verdict_limits import identical_questions
@@ -52,8 +53,8 @@ _FEWEST, _MOST_RECALL_TIME = 100, 0.5
 CHANGED = 0.03
 #: Rounds of questions that the time is made for; each has one share of every kind.
 _ROUNDS = 2
-#: Approximate number of sets of windows that a search for a plan measures.
-_SETS = 130
+#: How often the search for a plan reads all prompts, in the largest model.
+_SEARCHES = sum(search_passes(1_000))
 
 
 @dataclass(frozen=True)
@@ -285,7 +286,7 @@ def _search_seconds(config: Study, speed: float) -> float:
     """Return the seconds of a search for plans."""
     assert config.sequences is not None and config.max_tokens is not None
     prompts = config.sequences / 2 + config.recall_prompts
-    return _SETS * _number(config.window_shares) * prompts * config.max_tokens / speed
+    return _SEARCHES * _number(config.window_shares) * prompts * config.max_tokens / speed
 
 
 def _damage_seconds(config: Study, costs: QuestionCosts, speed: float, passes: PassCosts) -> float:
