@@ -149,6 +149,7 @@ SAID_DIFFERENTLY = {
     "--limit": "most items: questions of a task, or heads of a ranking",
     "--mask": "a mask of the store",
     "--max-loss": "largest increase of a loss, in nats per token",
+    "--max-points": "largest loss of accuracy, in percentage points",
     "--max-tokens": "longest text",
     "--method": "what chooses heads",
     "--out": "output file or folder",

@@ -81,6 +81,7 @@ def write_report(
     max_points: float | None = None,
     answers: Sequence[ReportAnswer] = (),
     cache: tuple[int, Mapping[str, float]] | None = None,
+    lost: Mapping[str, str] | None = None,
 ) -> Path:
     """Write a report atomically, without changing the store; the page loads nothing from the network.
 
@@ -91,7 +92,7 @@ def write_report(
     sweep on the questions that did not select them. `judge` explains ``max_loss`` and ``max_points``. ``answers``,
     those of a study, stand instead of what the page itself makes of the evaluation. ``cache`` is a length in tokens
     with the share of the KV cache that each plan leaves at it, by arm; None takes the length of the plans that is
-    nearest to 32,768 tokens.
+    nearest to 32,768 tokens. ``lost`` has, by arm, what arms lose in words that were asked nothing.
     """
     for name in scores:
         if name not in ORDERS:
@@ -116,10 +117,10 @@ def write_report(
     if not data.sites:
         raise ReportError(f"run {run['run_id']} has no measured heads. Wait for its first shard, or scan again")
     choices = _choices(store, verdict, confirm)
-    lost = {}
+    lost = dict(lost or {})
     if verdict is not None:
         limit = verdict.max_loss
-        lost = {name: loss_words(loss, limit) for name, loss in verdict.losses.items() if exceeds(loss, limit)}
+        lost |= {name: loss_words(loss, limit) for name, loss in verdict.losses.items() if exceeds(loss, limit)}
     shown = _Shown(
         store, run, data, evaluation, verdict, choices, plan, plan_file, answers, cache or cache_left(verdict), lost
     )

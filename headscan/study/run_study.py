@@ -50,6 +50,7 @@ from headscan.texts.continuation_task import CONTINUATION, write_task
 from headscan.texts.held_out_text import HeldOutText, chunks
 from headscan.texts.sequences import read_spread
 from headscan.texts.tasks import Questions
+from headscan.verdicts.arm_verdict import loss_words
 from headscan.verdicts.judge import judge
 from headscan.verdicts.looks import Look
 from headscan.verdicts.metrics import Increase, exceeds, read_losses
@@ -172,7 +173,7 @@ class _Study:
         run_id, judged, more = self._judged(candidates, loss_run, losses)
         savings = tuple(each.saving_of(judged[each.kind]) for each in candidates)
         with at_work("report"):
-            report = self._report(scan_run, run_id, savings)
+            report = self._report(scan_run, run_id, savings, losses)
         grid = self.run.facts.grid
         answer = StudyAnswer(
             model=self.run.identity.name,
@@ -378,10 +379,12 @@ class _Study:
             Evaluate(config.model, self._tasks, asked), self.run, arms, questions=questions, purpose=purpose
         )
 
-    def _report(self, scan_run: str, run_id: str, savings: Sequence[Saving]) -> Path:
+    def _report(self, scan_run: str, run_id: str, savings: Sequence[Saving], losses: Mapping[str, Increase]) -> Path:
         files = [Path(each.file or each.tried_file) for each in savings if each.kind == CACHED]
         plan = load_plan(files[0]) if files else None
         finished = self._count("SELECT count(*) FROM arms WHERE run_id = ? AND status = 'finished'", run_id)
+        limit = self.config.max_loss
+        lost = {name: loss_words(each, limit) for name, each in losses.items() if exceeds(each, limit)}
         return write_report(
             self.run.store,
             Path(self.config.out) / "report.html",
@@ -391,6 +394,7 @@ class _Study:
             plan_file=None if plan is None else files[0],
             answers=[saving.card() for saving in savings],
             cache=next((saving.cache_counted for saving in savings if saving.length), None),
+            lost=lost,
         )
 
     # What the steps share.

@@ -5,6 +5,6 @@ bound of `bounds`, and `controls` ranks an arm among random ones. `arm_verdict` 
 wording, `verdict_table` their table, and `judge` gives the verdicts of a run. `scope_verdicts` judges recall and single
 tasks, and `verdict_rows` stores all comparisons with these verdicts.
 
-Several arms: `curves` and `confirmation` judge a sweep, `ordered_shares` a study, `criterion_points` a referee, and
-`head_effects` single heads, with `ratio_estimates`.
+Several arms: `curves` and `confirmation` judge a sweep, `ordered_shares` a study at planned `looks`, `criterion_points`
+a referee, and `head_effects` single heads, with `ratio_estimates`.
 """

@@ -555,9 +555,9 @@ def hours_rows(speed: float, measured: Mapping[str, float], card: str) -> Iterat
     costs = QuestionCosts(
         tokens=tokens_read_once(request.ids for request in requests) / 57,
         recall_tokens=len(RECALL_FAMILIES) * LONGEST_STUDY_TEXT / QUESTIONS_PER_TEXT,
-        enough=enough,
+        enough=(enough, enough),
         available=enough,
-        enough_recall=enough,
+        enough_recall=(enough, enough),
         recalls="not asked",
         repair_texts=WHOLE.calibration,
     )

@@ -51,7 +51,9 @@ def public() -> set[str]:
     """Public names, with the modules from which they may be imported."""
     found = {f"headscan.{name}" for name in headscan.__all__}
     found |= {f"{module}.{name}" for module in _LISTING for name in re_exports(import_module(module))}
-    return found | set(re.findall(r"^::: (headscan[\w.]+)$", (ROOT / "docs/api.md").read_text("utf-8"), re.MULTILINE))
+    return found | set(
+        re.findall(r"^\| `(headscan[\w.]+)` \|", (ROOT / "docs/api.md").read_text("utf-8"), re.MULTILINE)
+    )
 
 
 def test_they_are_no_packages() -> None:

@@ -29,7 +29,7 @@ def table(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[list[str
     return head, rows
 
 
-@pytest.mark.parametrize(("flags", "overlap"), [([], score_overlap), (["--masks"], mask_overlap)])
+@pytest.mark.parametrize(("flags", "overlap"), [([], score_overlap), (["--fixed"], mask_overlap)])
 def test_one_scan_gives_the_overlap_of_every_two_scores(
     runs: tuple[Store, str, str], capsys: pytest.CaptureFixture[str], flags: list[str], overlap: object
 ) -> None:
@@ -69,7 +69,7 @@ def test_comparison_errors_are_one_line(
         ([first, "zzz"], ("zzz", second)),
         ([first, second, "--site", "cross"], ("cross",)),
         ([first, second, "--scores", "entrpy"], ("entrpy", "entropy")),
-        ([first, second, "--masks"], ("--masks", "one scan")),
+        ([first, second, "--fixed"], ("--fixed", "one scan")),
         ([first, "--by-layer"], ("--by-layer", "two scans")),
     ):
         assert main(["compare", *arguments, "--store", str(store.path)]) == 2
@@ -83,7 +83,7 @@ def test_without_ids_the_newest_scans_are_compared(
 ) -> None:
     store, first, second = runs
     where = ["--store", str(store.path)]
-    for words, ids in (([], [second, first]), (["--by-layer"], [second, first]), (["--masks"], [second])):
+    for words, ids in (([], [second, first]), (["--by-layer"], [second, first]), (["--fixed"], [second])):
         assert main(["compare", *words, *where]) == 0
         shown = capsys.readouterr()
         assert main(["compare", *ids, *words, *where]) == 0

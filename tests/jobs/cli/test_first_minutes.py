@@ -156,10 +156,10 @@ def test_a_report_s_commands_can_be_pasted(
             assert getattr(read_command(words), "model", None) in (str(folder), None)
             for option, value in (("--corpus", str(corpus_folder)), ("--plan", plan[-1] if plan else "head_plan.json")):
                 assert option not in words or words[words.index(option) + 1] == value
-            if words[0] in {"probe", "importance", "plan"} - pasted:  # the others need a task, or take longer
+            if words[0] in {"probe", "plan"} - pasted:  # the others need a task, or take longer
                 assert main(words) == 0, words
                 pasted.add(words[0])
-    assert pasted == {"probe", "importance", "plan"}
+    assert pasted == {"probe", "plan"}
     # The usual window is wider than these texts; the command that is shown then measures a narrower one.
     assert main([*scanned, "--store", "short.duckdb"]) == 0
     assert main(["report", "--out", "r.html", "--store", "short.duckdb"]) == 0

@@ -115,7 +115,7 @@ def test_messages_of_the_library_name_the_flags_of_the_command_line() -> None:
     verb = step_verb(Plan)
     limited = "`max_tokens=5` (limit 4). Lower `max_tokens`"
     assert with_flags(limited, verb) == "--max-tokens 5 (limit 4). Lower --max-tokens"
-    assert with_flags("set `confirm=False` or `confirm=True`", verb) == "set --no-confirm or --confirm"
+    assert with_flags("set `search=False` or `search=True`", verb) == "set --no-search or --search"
     assert with_flags("`offload=cpu` keeps layers in RAM", verb) == "--offload cpu keeps layers in RAM"
     assert with_flags("`memory=700 B` (limit 500 B)", verb) == "--memory 700 B (limit 500 B)"
     assert with_flags("`safetensors=False`", verb) == "--pickled-weights"
@@ -137,7 +137,7 @@ def test_progress_has_a_rate_of_new_work_and_the_time_left() -> None:
     out = io.StringIO()
     with Progress("scan", 1, "shard", every=0.0, stream=out) as progress:
         progress.update(3)
-    assert "scan: 3 of 1 shards, " in out.getvalue() and "/s, finishing\n" in out.getvalue()
+    assert "scan: 3 of 1 shard, " in out.getvalue() and "/s, finishing\n" in out.getvalue()
     out = io.StringIO()
     with Progress("damage", 100, "prompt", every=0.0, stream=out) as progress:
         progress.count(90, is_new=False)
@@ -149,7 +149,7 @@ def test_the_time_left_follows_the_latest_speed(monkeypatch: pytest.MonkeyPatch)
     """The first item took 60 s, the others 1 s each; and what is left is never 0 s."""
     now, out = [0.0], io.StringIO()
     monkeypatch.setattr("headscan.runs.progress.time.monotonic", lambda: now[0])
-    progress = Progress("answers", 190, "requests", every=1e-9, stream=out)
+    progress = Progress("answers", 190, "request", every=1e-9, stream=out)
     for seconds in (60.0, *[1.0] * 189):
         now[0] += seconds
         progress.update()

@@ -98,8 +98,8 @@ def test_heads_that_the_fit_keeps_open_are_named(config: Gates, store: Store) ->
     closed, is_open = (sum(row["closed"] and row["gate"] > least for row in rows(store)) for least in (-1.0, 0.5))
     assert is_open and len(store.mask(result.mask).heads) == closed
     assert (
-        f"{is_open} of the {closed} heads of the mask are open in the fit (gate above 0.5): share 0.8 is not"
-        in (said[-1])
+        f"open in the fit (gate above 0.5): {is_open} of the {closed} heads of the mask, so share 0.8 is not reached"
+        in said[-1]
     )
 
 

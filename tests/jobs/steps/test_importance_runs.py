@@ -167,7 +167,7 @@ def test_the_verb_measures_and_rank_reads(
     command = ["importance", spec.source, "--corpus", str(corpus_folder), "--max-tokens", "40", "--store", store]
     assert main(command) == 0
     printed = capsys.readouterr().out
-    assert "shards measured, 0 stored before" in printed
+    assert "1 shard measured, 0 stored before" in printed
     agreement = r"^{}, site self: orders of the heads by \d+ and by \d+ other sequences agree with Spearman -?\d\.\d\d"
     for name in ("importance", "sequence_importance"):
         assert re.search(agreement.format(name), printed, re.MULTILINE)

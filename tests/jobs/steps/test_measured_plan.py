@@ -145,7 +145,7 @@ def test_held_out_prompts_decide_nothing(context: ModelContext, pretend: Callabl
 def test_the_held_out_loss_has_the_paired_interval_of_its_prompts(
     context: ModelContext, pretend: Callable[[AddedLoss], None]
 ) -> None:
-    config = replace(SMALL, recall_prompts=0, sequences=12, confirm=False)
+    config = replace(SMALL, recall_prompts=0, sequences=12, search=False)
     held_out = text_prompts(CORPUS, context.identity, config.max_tokens or 0, config.sequences, 20).halves()[1].requests
     pretend(lambda request: 0.01 * (sum(request.ids) % 11))
     plan = run_plan(config, context, WindowShare(0.5))

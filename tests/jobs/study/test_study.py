@@ -24,6 +24,7 @@ from headscan.engine.arms import Arm
 from headscan.errors import HeadscanError, PruningError
 from headscan.model_spec import ModelSpec
 from headscan.plans import load_plan
+from headscan.plans.window_search import search_passes
 from headscan.runs.head_orders import imported_heads
 from headscan.runs.progress import time_text
 from headscan.runs.run_context import Run
@@ -33,6 +34,7 @@ from headscan.steps.prune.run_prune import run_prune
 from headscan.store.output_files import write_text
 from headscan.store.records import ArmKind
 from headscan.store.store import Store
+from headscan.study import study_time
 from headscan.study.question_costs import limits_per_task, question_costs
 from headscan.study.run_study import _Study, run_study
 from headscan.study.study_answer import ABLATED, CACHED, REMOVED, Saving, StudyAnswer
@@ -181,8 +183,7 @@ def test_the_plan_that_was_tried_is_kept_named_and_reported(found: tuple[Study, 
     )
     plan, report = load_plan(tried), (Path(config.out) / "report.html").read_text()
     layer = plan.window_heads[0][0]
-    heads = ", ".join(str(head) for at, head in plan.window_heads if at == layer)
-    assert "The 12 KV heads that keep a window" in report and f"layer {layer}: {heads}" in report
+    assert f">{' '.join(str(head) for at, head in plan.window_heads if at == layer)}</td>" in report
     assert f"The file of the tried share, which is not safe: {tried}" in report
     removed = next(saving for saving in answer.savings if saving.kind == REMOVED)
     assert Path(removed.tried_file).is_dir()
@@ -243,7 +244,7 @@ def test_the_order_ends_with_a_loss_that_is_not_shown_to_be_within_the_limit(
 
 def test_other_settings_need_another_folder(found: tuple[Study, StudyAnswer, list[str]]) -> None:
     config, _, _ = found
-    with pytest.raises(StudyError, match="max_loss differ"):
+    with pytest.raises(StudyError, match="differing: max_loss"):
         run(tiny(Path(config.out), max_loss=0.1), [])
 
 
@@ -277,7 +278,7 @@ def test_a_study_resumes_in_another_installation(tmp_path: Path) -> None:
     path, config = tmp_path / "study.yaml", tiny(tmp_path)
     write_study(path, config)
     assert "source: demo\n" in path.read_text() and resumed(path, config) == config
-    with pytest.raises(StudyError, match="model differ"):
+    with pytest.raises(StudyError, match="differing: model"):
         resumed(path, replace(config, model=ModelSpec("demo", "bfloat16")))
 
 
@@ -289,7 +290,7 @@ def test_a_study_resumes_where_its_folder_and_texts_were_moved(tmp_path: Path, m
     assert resumed(Path("out") / "study.yaml", moved) == moved
     assert resumed(path, replace(config, judge=None)) == config
     write_study(path, replace(config, judge=None))
-    with pytest.raises(StudyError, match="judge differ"):
+    with pytest.raises(StudyError, match="differing: judge"):
         resumed(path, config)
 
 
@@ -302,7 +303,7 @@ def test_a_study_of_other_weights_needs_another_folder(tmp_path: Path) -> None:
         other = replace(opened.identity, weights_hash="0" * 64)
         with (
             Run(SPEC, opened.store, lambda spec: opened.pool, identity=other, say=lines.append) as changed,
-            pytest.raises(StudyError, match=r"out holds a study of another model \(weights differ\)"),
+            pytest.raises(StudyError, match=r"out holds a study of another model \(differing: weights\)"),
         ):
             _Study.begin(config, changed)
 
@@ -732,6 +733,10 @@ def test_the_time_of_a_step_follows_from_the_costs_of_its_passes(tmp_path: Path)
         changed = study_seconds(config, COSTS, 1_000.0, more)
         assert {name for name in own if changed[name] != own[name]} == {step}
         assert changed[step] - own[step] == pytest.approx(0.256 * passes)
+
+
+def test_a_search_takes_the_passes_of_the_largest_models() -> None:
+    assert study_time._SEARCHES == sum(search_passes(1_000)) >= sum(search_passes(24))
 
 
 def test_importance_takes_time_only_if_a_criterion_needs_it(tmp_path: Path) -> None:

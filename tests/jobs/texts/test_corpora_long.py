@@ -233,7 +233,7 @@ def test_the_report_mentions_documents_that_were_not_tokenised(tmp_path: Path, s
     report = CorpusReport()
     list(sequences(open_corpus(CorpusSpec(str(tmp_path))), tokenizer, TokenConfig(16), report))
     assert (report.truncated, report.partly_tokenised) == (2, 1)
-    assert "and the rest of 1 long documents" in report.lines()[-1]
+    assert "and the rest of 1 long document" in report.lines()[-1]
 
 
 def test_text_without_a_place_to_cut_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

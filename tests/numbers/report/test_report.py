@@ -30,7 +30,6 @@ from headscan.report.write_report import ReportError, write_report
 from headscan.store.records import ArmKind
 from headscan.store.store import Store
 from headscan.verdicts.judge import judge
-from headscan.verdicts.metrics import Increase
 from tests.numbers.conftest import answer_table
 from tests.numbers.plan_fixtures import RECENT, SINK, evaluation_record, everything, site, write_evaluation, write_scan
 from tests.stores import begin_arm
@@ -397,9 +396,9 @@ def test_the_plan_says_whether_its_evaluation_shows_it_to_be_safe(
         correct[:count] = 0
         arm_id = begin_arm(a_store, evaluation, arm, kind, **fields)
         a_store.finish_arm(arm_id, answer_table(np.repeat("sums", 1000), correct), ablated_share=0.0)
-    loss = {} if lost is not None else {name: Increase("nats per token", 40, 0.3, 0.2, 0.4)}
+    loss = {} if lost is not None else {name: "+0.300 nats per token (limit 0.05)"}
     half = (1000, {name: 0.5})
-    arguments = {"scan_run": run_id, "plan": plan, "losses": loss, "cache": half}
+    arguments = {"scan_run": run_id, "plan": plan, "lost": loss, "cache": half}
     arguments["evaluate_run"] = None if lost is None else evaluation
     path = write_report(a_store, tmp_path / "r.html", **arguments)
     html, text = path.read_text(encoding="utf-8"), shown_text(path)
