@@ -345,7 +345,7 @@ class _Study:
             self.run.say(f"look {first} of {len(looks)}: {here.questions:,} questions{recall}")
             for kind in kinds:
                 judged[kind] = judge_shares(verdict, tried[kind].saving.tried, stopped)
-                last = judged[kind][-1]
+                last, number[kind] = judged[kind][-1], len(judged[kind]) - 1  # a resumed study has later shares, too
                 if last.look is not None and goes_on(verdict.by_name[last.name], looks, config.questions or 0):
                     look[kind] = last.look + 1
                     continue

@@ -283,6 +283,7 @@ def _scopes(store: Store, baseline: ArmRecord, tasks: np.ndarray) -> dict[Scope,
         [baseline.arm_id],
     ).to_pylist()
     scopes = {Scope(row["scope"], row["recall"]): np.isin(tasks, row["tasks"]) for row in rows}
+    scopes = {scope: in_scope for scope, in_scope in scopes.items() if in_scope.any()}  # a look asks a part of them
     for group, members in _groups(store, baseline).items():
         in_group = np.isin(tasks, members)
         # A group equal to the benchmark or to one task would repeat that scope.

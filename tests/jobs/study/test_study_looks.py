@@ -73,10 +73,14 @@ def test_a_share_that_is_safe_is_asked_no_more(tmp_path: Path) -> None:
     assert answer.questions == questions(answer)[0] and answer.more_questions == 0
 
 
-@pytest.mark.parametrize("stopped", [2, 4])
-def test_a_stop_between_looks_loses_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: int) -> None:
-    whole = asked(tmp_path / "whole", max_points=3.0)
+@pytest.mark.parametrize(("stopped", "shares", "points"), [(2, (0.02,), 3.0), (4, (0.02, 0.04), 40.0)])
+def test_a_stop_between_looks_loses_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: int, shares: tuple[float, ...], points: float
+) -> None:
+    """Within the looks of the first share, and within those of the second one."""
+    whole = asked(tmp_path / "whole", shares=shares, max_points=points)
     expected = run(whole, [])
+    assert len(expected.savings[0].judged) == len(shares)
     parted = replace(whole, out=tmp_path / "parted")
     calls = 0
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import sqrt
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from headscan.errors import StoreError
+from headscan.store.records import RunRecord
+from headscan.store.store import Store
 from headscan.store.verdict_limits import TAIL, z_quantile
+from headscan.verdicts.judge import judge
 from headscan.verdicts.looks import Look, is_hopeless, planned_looks, spent_quantiles
+from tests.numbers.conftest import HEADS, LAYERS, answer_table
 from tests.numbers.verdicts.simulated_studies import DRAWS, rates_with_looks
+from tests.stores import arm_record
 
 
 def test_bounds_are_those_of_o_brien_and_fleming() -> None:
@@ -69,3 +77,35 @@ def test_studies_with_looks_err_as_rarely_as_promised(case: str, later: int) -> 
     draw, sizes = DRAWS[case]
     erred, _, _ = rates_with_looks(draw, sizes[1], later * sizes[1], 3, 300)
     assert erred <= 2.5 + 1.8
+
+
+def test_arms_of_different_looks_are_judged_on_what_they_were_asked(tmp_path: Path) -> None:
+    """The baseline has the answers of both looks; the first one asked recall alone."""
+    store, looks = Store(tmp_path / "s.duckdb"), planned_looks((400, 400), (400, 400), 2)
+    judging = {"kinds": 2, "max_points": 2.0, "looks": looks[:2]}
+    run_id = store.begin_run(RunRecord("evaluate", "e", "tiny", LAYERS, HEADS, config={"judging": judging})).run_id
+    recall, benchmark = np.repeat("needle@512", 400), np.repeat("sums", looks[1].questions)
+    right = np.arange(400) % 10 > 0
+    for name, kind, lost, asked in (
+        ("baseline", "baseline", 0, 2),
+        ("first", "mask", 0, 1),
+        ("forgets", "mask", 200, 1),
+        ("second", "mask", 0, 2),
+    ):
+        for look in range(1, asked + 1):
+            arm = replace(arm_record(run_id, name, kind), look=look)
+            assert not store.begin_arm(arm)
+            answers = right & (np.arange(400) >= lost) if look == 1 else np.ones(len(benchmark))
+            asked_now = answer_table(recall if look == 1 else benchmark, answers)
+            store.finish_arm(arm.arm_id, asked_now, ablated_share=0.1)
+    store.finish_run(run_id)
+    first, forgets, second = (judge(store, run_id).by_name[name] for name in ("first", "forgets", "second"))
+    assert (first.accuracy, first.label, first.arm.look) == (None, "not asked", 1)
+    assert first.recall[0].paired.questions == 400 and first.recall[0].comparisons == 2
+    assert forgets.label == "loses" and forgets.recall_lost == "needle"
+    assert second.paired.questions == 100 and second.comparisons == looks[1].comparisons > 1_000
+    # A look that is in progress leaves the arm with its last finished one.
+    assert not store.begin_arm(replace(arm_record(run_id, "first", "mask"), look=2))
+    assert judge(store, run_id).by_name["first"].arm.look == 1
+    with pytest.raises(StoreError, match="no answers of look 2"):
+        store.begin_arm(replace(arm_record(run_id, "forgets", "mask"), look=3))
