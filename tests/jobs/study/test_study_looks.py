@@ -73,7 +73,7 @@ def test_a_share_that_is_safe_is_asked_no_more(tmp_path: Path) -> None:
     assert answer.questions == questions(answer)[0] and answer.more_questions == 0
 
 
-@pytest.mark.parametrize(("stopped", "shares", "points"), [(2, (0.02,), 3.0), (4, (0.02, 0.04), 40.0)])
+@pytest.mark.parametrize(("stopped", "shares", "points"), [(2, (0.02,), 3.0), (4, (0.02, 0.04), 30.0)])
 def test_a_stop_between_looks_loses_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: int, shares: tuple[float, ...], points: float
 ) -> None:
