@@ -19,7 +19,14 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.runs.progress import time_text
 from headscan.steps.prune.model_costs import wait_for
 from headscan.store.verdict_limits import identical_questions
-from headscan.study.study_step import FEWEST_JUDGED_TEXTS, FEWEST_STUDY_TEXTS, MOST_STUDY_TEXTS, SHARE_SETTINGS, Study
+from headscan.study.study_step import (
+    FEWEST_JUDGED_TEXTS,
+    FEWEST_STUDY_TEXTS,
+    MOST_STUDY_TEXTS,
+    SHARE_SETTINGS,
+    Study,
+    StudyError,
+)
 from headscan.verdicts.looks import Look, planned_looks
 from headscan.verdicts.paired import shown_change
 
@@ -190,10 +197,12 @@ def _decided(config: Study, speed: float, costs: QuestionCosts) -> Study:
 
 
 def looks_of(config: Study) -> tuple[Look, ...]:
-    """Return the planned looks of settings without open decisions."""
+    """Return the planned looks of settings without open decisions; raise StudyError if they ask nothing."""
     assert config.questions is not None and config.recall_questions is not None
     assert config.max_questions is not None and config.max_recall_questions is not None
     first, last = (config.questions, config.recall_questions), (config.max_questions, config.max_recall_questions)
+    if first == last == (0, 0):
+        raise StudyError("`questions=0` without recall questions asks nothing. Set `questions` or `recall_questions`")
     return planned_looks(first, last, config.kind_count)
 
 
