@@ -805,7 +805,7 @@ def test_the_first_lines_say_what_can_be_shown_and_what_would(tmp_path: Path) ->
     few = decided(open_study(tmp_path, hours=1, questions=300), 600.0, costs, lines.append)
     assert few.questions == 300 and "300 questions and " in lines[-1] and "cannot show" in lines[-1]
     assert "--max-points" in lines[-1] and "--shares none" in lines[-1]
-    with pytest.raises(StudyError, match="asks nothing. Set `questions` or"):
+    with pytest.raises(StudyError, match=r"asks nothing\. Set `questions` or"):
         decided(
             open_study(tmp_path, hours=1, questions=0, recall_questions=0, criteria=("entropy",)), 1e4, costs, print
         )
