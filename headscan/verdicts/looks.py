@@ -57,8 +57,9 @@ def planned_looks(first: tuple[int, int], last: tuple[int, int], kinds: int = 1)
         counts = sorted({first[0] * look // _LOOKS for look in range(1, _LOOKS + 1)} - {0})
         spent = [_early(count / first[0], alpha / 2 if later else alpha) for count in counts]
     if later:
-        start = first[0] or max(1, last[0] >> _LOOKS)
-        more = [start << times for times in range(1, 40) if start << times <= last[0] / 1.5] + [last[0]]
+        start = first[0] or last[0] / 2**_LOOKS
+        doubled = (start * 2**times for times in range(1, 40))
+        more = [*sorted({int(count) for count in doubled if 1 <= count <= last[0] / 1.5}), last[0]]
         left = alpha - (spent[-1] if spent else 0.0)
         spent += [alpha - left * (1 - log(count / start) / log(last[0] / start)) for count in more]
         counts += more
