@@ -108,8 +108,8 @@ def test_every_reader_of_a_study_has_its_verdict(tmp_path: Path) -> None:
     verdict = judge(store, run_id)
     assert (verdict.max_loss, len(verdict.looks)) == (0.2, 6)
     page = write_report(store, tmp_path / "again.html", scan_run=None, evaluate_run=run_id).read_text("utf-8")
+    assert all(escape(sentence) in page for sentence in verdict.sentences())
     for share in [each for saving in answer.savings for each in saving.judged if each.questions]:
         arm = verdict.by_name[share.name]
         assert (arm.label, arm.why, arm.accuracy, arm.max_points) == (share.label, share.why, share.accuracy, 7.0)
         assert arm.value("loss") == answer.losses[share.name].interval
-        assert escape(arm.sentence()) in page
