@@ -21,7 +21,7 @@ class Demo:
         headscan demo
         headscan demo --questions 400 --out quick/
 
-    The same steps as `headscan study MODEL`, with settings that take some minutes on two CPU cores. It needs no
+    The same steps as `headscan study MODEL`, with settings that take about eight minutes on two CPU cores. It needs no
     GPU and no download. The folder holds the answers, the plan, the pruned models, the report and the store. The same
     command again resumes.
     """

@@ -49,8 +49,6 @@ class ShareVerdict:
     accuracy: PairedDifference | None = None
     expected: PairedDifference | None = None
     recall: tuple[RecallVerdict, ...] = ()
-    cache_left: float | None = None
-    weights_left: float | None = None
     recall_unknown: str = ""
     texts_needed: int | None = None
     look: int | None = None
@@ -124,8 +122,6 @@ def share_verdict(judged: ArmVerdict, share: float) -> ShareVerdict:
         accuracy=judged.accuracy,
         expected=judged.expected,
         recall=judged.judged_recall,
-        cache_left=judged.arm.cache_left,
-        weights_left=judged.arm.weights_left,
         recall_unknown=judged.recall_unknown,
         look=judged.arm.look,
         texts_needed=next((gap.needed or 0 for gap in judged.decision.gaps if gap.aspect is Aspect.TEXT), None),
