@@ -92,7 +92,8 @@ def _opening(studies: Sequence[Mapping[str, Any]], store: Store, beside: str) ->
 
 
 def _answers(studies: Sequence[Mapping[str, Any]]) -> str:
-    rows = [("saving", "share tried", "loss, nats per token", "accuracy, points", *_recall_headings(), "verdict")]
+    changes = ("loss, nats per token", "accuracy, points", "expected accuracy, points")
+    rows = [("saving", "share tried", "saves", *changes, *_recall_headings(), "verdict")]
     for answers in studies:
         asked = f", {answers['questions']:,} questions" * (len(studies) > 1)
         for saving in answers["savings"]:
@@ -100,20 +101,28 @@ def _answers(studies: Sequence[Mapping[str, Any]]) -> str:
             for number, (name, share) in enumerate(saving["tried"]):
                 loss, verdict = answers["losses"][name], judged.get(name)
                 kind = f"{saving['kind']}{asked}" if number == 0 else ""
-                cells = ["", "", "", "loses (loss)" if (loss["low"] or 0) > answers["max_loss"] else "not asked"]
+                cells = ["", "", "", "", "loses (loss)" if (loss["low"] or 0) > answers["max_loss"] else "not asked"]
                 if verdict is not None:
                     recall = {each["family"]: each["paired"]["retained"] for each in verdict["recall"]}
                     kept = [recall.get(family) for family in RECALL_FAMILIES]
-                    paired = verdict["accuracy"]
+                    paired = (verdict["accuracy"], verdict["expected"])
                     cells = [
-                        f"{paired['difference']:+.1f} {_range(paired, '+.1f')}" if paired else "",
+                        *(f"{each['difference']:+.1f} {_range(each, '+.1f')}" if each else "" for each in paired),
                         *("" if each is None else f"{each['value']:.0f} {_range(each, '.0f')}" for each in kept),
                         verdict["label"] + (f": {verdict['why']}" if verdict["why"] else ""),
                     ]
-                rows.append((kind, f"{100 * share:.3g} %", f"{loss['difference']:+.3f} {_range(loss, '+.3f')}", *cells))
+                saved = [
+                    f"{what} {100 * of_arm[name]:.1f} %"
+                    for what, of_arm in (("cache", saving["cache_saved"]), ("weights", saving["weights_saved"]))
+                    if name in of_arm
+                ]
+                change = f"{loss['difference']:+.3f} {_range(loss, '+.3f')}"
+                rows.append((kind, f"{100 * share:.3g} %", ", ".join(saved), change, *cells))
     limits = (
         "[What *safe* and *loses* mean](study.md#how-it-decides), here with a limit of"
         f" {studies[0]['max_loss']:g} nats per token. The first share of a kind that is not safe ends the test."
+        f" *Saves* counts the cache at {max(each['length'] for each in studies[0]['savings']):,} tokens. Expected"
+        " accuracy is by the probability of the right choice, and decides."
         + " Both studies judge on the same texts, so for both together a wrong *safe* is at most twice as likely: 5 %."
         * (len(studies) > 1)
     )

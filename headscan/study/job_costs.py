@@ -175,16 +175,18 @@ def _enough_recall(comparisons: int) -> int:
 
 
 def _study_steps(model: JobModel, tokens: int, hours: float, speed: float) -> tuple[str, dict[str, float]]:
-    from headscan.study.study_time import CHANGED, QuestionCosts, decided, study_seconds
+    from headscan.study.study_time import QuestionCosts, decided, harmless_change, study_seconds
     from headscan.verdicts.paired import enough_questions
 
     config = Study(ModelSpec("model"), CorpusSpec("texts"), max_tokens=tokens, hours=hours)
-    kinds = config.kind_count
+    kinds, change = config.kind_count, harmless_change(by_probability=True)
+    enough, later = enough_questions(change, kinds), enough_questions(change, 2 * kinds)
     costs = QuestionCosts(
         tokens=_QUESTION_TOKENS,
         recall_tokens=len(RECALL_FAMILIES) * tokens / QUESTIONS_PER_TEXT,
-        enough=(enough_questions(CHANGED, kinds), enough_questions(CHANGED, 2 * kinds)),
-        available=enough_questions(CHANGED, 2 * kinds),
+        by_probability=True,
+        enough=(enough, later),
+        available=later,
         enough_recall=(_enough_recall(kinds), _enough_recall(2 * kinds)),
         recalls="",
         repair_texts=ceil(1.25 * max(model.head_columns, model.mlp_columns) / tokens),

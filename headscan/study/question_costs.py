@@ -18,7 +18,7 @@ from headscan.steps.prune.prune_step import RepairChoice
 from headscan.steps.run_sweep import whole_model_recall
 from headscan.study.study_step import Study, StudyError
 from headscan.study.study_texts import StudyTexts
-from headscan.study.study_time import CHANGED, QuestionCosts
+from headscan.study.study_time import QuestionCosts, harmless_change
 from headscan.texts import CorpusError
 from headscan.texts.continuation_task import CONTINUATION, make_questions, write_task
 from headscan.texts.tasks import Questions, Tasks
@@ -34,24 +34,22 @@ _ASKED_FIRST = 32
 def question_costs(config: Study, run: Run, texts: StudyTexts) -> QuestionCosts:
     """Count the tokens of some questions, and ask the whole model recall questions that judge nothing."""
     assert config.max_tokens is not None
-    kinds = config.kind_count
-    # Of the error of later hours half is left, which is as much as for twice as many kinds.
-    enough, later = (enough_questions(CHANGED, times * kinds, config.max_points) for times in (1, 2))
-    made = len(make_questions(texts.judged_files, max(later, config.questions or 0, config.max_questions or 0)))
+    kinds, tasks = config.kind_count, config.tasks
+    most = max(_enough(config, by_probability=True)[1], config.questions or 0, config.max_questions or 0)
+    made = len(make_questions(texts.judged_files, most))
     if not config.tasks.names and not made:
         raise StudyError(
             "no question can be made of the texts that judge: each needs about 800 characters of one text. Give longer"
             " texts, or `tasks`"
         )
     with tempfile.TemporaryDirectory() as folder:
-        tasks = config.tasks
         if not tasks.names:
             write_task(Path(folder), texts.judged_files, _SAMPLE, name=CONTINUATION)
             tasks = TaskConfig((CONTINUATION,), include_path=folder)
         sample = Questions(replace(tasks, limit=min(_SAMPLE, tasks.limit or _SAMPLE)), None, run.identity)
         of_task = {name: min(count, tasks.limit or count) for name, count in sample.tasks.available.items()}
         sampled = sum(min(_SAMPLE, count) for count in of_task.values())
-        tokens = sample.tokens_to_read() / max(1, sampled)
+        tokens, by_probability = sample.tokens_to_read() / max(1, sampled), sample.tasks.by_probability
         if config.tasks.names:
             others = [file.read_text(encoding="utf-8") for file in texts.other_files]
             with at_work("text that tasks share"):
@@ -70,7 +68,23 @@ def question_costs(config: Study, run: Run, texts: StudyTexts) -> QuestionCosts:
             if solves(kind, right, number):
                 needed.append((recall_needed(kind, right, kinds), recall_needed(kind, right, 2 * kinds)))
     repairing = 0 if config.prune_shares == () else repair_texts(run, config.max_tokens)
-    return QuestionCosts(tokens, recall_tokens, (enough, later), available, max(needed), ", ".join(words), repairing)
+    return QuestionCosts(
+        tokens,
+        recall_tokens,
+        by_probability,
+        _enough(config, by_probability),
+        available,
+        max(needed),
+        ", ".join(words),
+        repairing,
+    )
+
+
+def _enough(config: Study, by_probability: bool) -> tuple[int, int]:
+    """Return `QuestionCosts.enough`. Of the error of later hours half is left, as much as for twice as many kinds."""
+    change, kinds = harmless_change(by_probability), config.kind_count
+    first, later = (enough_questions(change, times * kinds, config.max_points) for times in (1, 2))
+    return first, later
 
 
 def repair_texts(run: Run, tokens: int) -> int:

@@ -20,7 +20,7 @@ from headscan.measure.probe_settings import BehaviourProbe
 from headscan.plans import HeadPlan, WindowShare, load_plan
 from headscan.report.write_report import write_report
 from headscan.runs.head_orders import head_order, run_kind
-from headscan.runs.progress import at_work
+from headscan.runs.progress import at_work, time_text
 from headscan.runs.run_context import Run
 from headscan.settings.corpus_settings import SHORTEST
 from headscan.settings.evaluation_settings import RecallQuestions, TaskConfig
@@ -146,7 +146,7 @@ class _Study:
         tokens = _tokens(config, run)
         if known is None:
             known, costs, speed = _decisions(replace(config, max_tokens=tokens), run, texts)
-            clock.set_plan(study_seconds(known, costs, speed))
+            clock.set_plan(study_seconds(known, costs, speed), (costs.tokens / speed, costs.recall_tokens / speed))
             write_text(model, json.dumps(run.identity.fingerprint()))
             write_study(record, known)
         else:
@@ -335,10 +335,11 @@ class _Study:
             certain = not judged or (of_first_hours and any(number[kind] == 0 for kind in kinds))
             arms = [tried[kind].arms[number[kind]] for kind in kinds]
             asking = f"look {first} of {', '.join(arm.name for arm in arms)}"
-            if not certain and not self._has_time("further questions", asking):
-                return run_id, judged, True
             lost = {arm.name for arm in arms if exceeds(losses[arm.name], config.max_loss)} | stopped.keys()
-            run_id = self._ask(first, [BASELINE, *(arm for arm in arms if arm.name not in lost)], loss_run)
+            asked = [BASELINE, *(arm for arm in arms if arm.name not in lost)]
+            if not certain and not self._has_time("further questions", asking, self._asking_seconds(first, len(asked))):
+                return run_id, judged, True
+            run_id = self._ask(first, asked, loss_run)
             with at_work("verdicts"):
                 verdict = judge(self.run.store, run_id, baseline_alone=True)
             recall = f", {here.recall:,} of each recall task" * bool(here.recall)
@@ -402,16 +403,23 @@ class _Study:
     def _begin_step(self, title: str) -> None:
         self.run.say(f"\n{title} ({self.clock.begin(title)})")
 
-    def _has_time(self, step: str, name: str = "") -> bool:
-        """Return False, and report that a step is left out, if the hours of all calls are used up. ``name`` is unique
-        where a step has several parts.
+    def _asking_seconds(self, look: int, arms: int) -> float:
+        """Return about how long the questions of a look take that earlier looks did not ask."""
+        earlier, here = ((0, 0), *((each.questions, each.recall) for each in self._looks))[look - 1 : look + 1]
+        return self.clock.asking_seconds(here[0] - earlier[0], here[1] - earlier[1], arms)
+
+    def _has_time(self, step: str, name: str = "", expected: float = 0.0) -> bool:
+        """Return False, and report that a step is left out, if it ends after the hours of all calls. ``name`` is unique
+        where a step has several parts, and ``expected`` are its seconds.
         """
-        if self.clock.has_time(name or step, 3600 * self.config.hours):
+        seconds = 3600 * self.config.hours
+        if self.clock.has_time(name or step, seconds, expected):
             return True
-        self.run.say(
-            f"the {self.config.hours:g} hours are used up; {step} are left out. The same command with more hours"
-            " continues"
-        )
+        left = seconds - self.clock.seconds
+        why = f"the {self.config.hours:g} hours are used up; {step} are left out"
+        if left > 0:
+            why = f"{step} take about {time_text(expected)} (limit {time_text(left)}), and are left out"
+        self.run.say(f"{why}. The same command with more hours continues")
         return False
 
     @property

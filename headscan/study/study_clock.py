@@ -23,6 +23,8 @@ class StudyClock:
 
     Attributes:
         plan: Approximate seconds of each step, by its number and name.
+        question_seconds: Approximate seconds of a benchmark question, and of one question of each recall task together,
+            for one arm.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -30,6 +32,7 @@ class StudyClock:
         record = json.loads(self._file.read_text(encoding="utf-8")) if self._file.exists() else {}
         self._earlier: float = record.get("seconds", 0.0)
         self.plan: dict[str, float] = record.get("plan", {})
+        self.question_seconds: tuple[float, float] = tuple(record.get("question_seconds", (0.0, 0.0)))
         self._begun: dict[str, float] = record.get("begun", {})
         self._granted: list[str] = record.get("granted", [])
         self._resumed = len(self._begun)
@@ -39,9 +42,9 @@ class StudyClock:
         """Seconds that all calls have used."""
         return self._earlier + time.monotonic() - self._started
 
-    def set_plan(self, seconds: Mapping[str, float]) -> None:
-        """Plan the steps."""
-        self.plan = dict(seconds)
+    def set_plan(self, seconds: Mapping[str, float], question_seconds: tuple[float, float] = (0.0, 0.0)) -> None:
+        """Plan the steps and the questions."""
+        self.plan, self.question_seconds = dict(seconds), question_seconds
         self._save()
 
     def begin(self, title: str) -> str:
@@ -56,12 +59,20 @@ class StudyClock:
         left = self._left(number)
         return f"{time_text(self.seconds)} so far{f', about {time_text(left)} left' if left else ''}"
 
-    def has_time(self, step: str, seconds: float) -> bool:
-        """Return True if the study has used less than ``seconds``, or if the step had time in an earlier call: what is
-        done stays part of the study.
+    def asking_seconds(self, questions: int, recall: int, arms: int) -> float:
+        """Return the approximate seconds of benchmark questions and ``recall`` questions of each task, for each of some
+        arms; arms that share work take less.
+        """
+        benchmark, of_recall = self.question_seconds
+        current = list(self._begun)[-1:]
+        return arms * (questions * benchmark + recall * of_recall) * (self._pace(current[0]) if current else 1.0)
+
+    def has_time(self, step: str, seconds: float, expected: float = 0.0) -> bool:
+        """Return True if a step of ``expected`` seconds ends before the study has used ``seconds``, or if the step had
+        time in an earlier call: what is done stays part of the study.
         """
         if step not in self._granted:
-            if self.seconds > seconds:
+            if self.seconds + expected > seconds:
                 return False
             self._granted.append(step)
             self._save()
@@ -127,5 +138,11 @@ class StudyClock:
             self._save()
 
     def _save(self) -> None:
-        record = {"seconds": self.seconds, "plan": self.plan, "begun": self._begun, "granted": self._granted}
+        record = {
+            "seconds": self.seconds,
+            "plan": self.plan,
+            "question_seconds": self.question_seconds,
+            "begun": self._begun,
+            "granted": self._granted,
+        }
         write_text(self._file, json.dumps(record, indent=1) + "\n")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, sqrt
 from typing import Any
 
 import torch
@@ -55,8 +55,9 @@ _EFFORTS = (
 _FEWEST_RECALL = 40
 #: Fewest benchmark questions, and the largest share of the questions' time that recall takes.
 _FEWEST, _MOST_RECALL_TIME = 100, 0.5
-#: Share of the answers that a harmless share of heads changes.
-CHANGED = 0.03
+#: What a harmless share of heads changes at most: the share of counted answers, and the standard deviation of the
+#: change of the right choice's probability. Six such arms of the demo and SmolLM2 had 0.3 to 2.6 % and 0.02 to 0.07.
+_CHANGED_ANSWERS, _CHANGED_PROBABILITY = 0.03, 0.08
 #: Rounds of questions that the time is made for; each has one share of every kind.
 _ROUNDS = 2
 #: How often the search for a plan reads all prompts in a large model, as `plans.window_search.search_passes` says.
@@ -86,14 +87,20 @@ def time_pass(lm: LoadedModel, item: TimedPass) -> float:
     return item.sequences * item.tokens / seconds
 
 
+def harmless_change(by_probability: bool) -> float:
+    """Return what a harmless share of heads changes, as `enough_questions` takes it."""
+    return _CHANGED_PROBABILITY**2 if by_probability else _CHANGED_ANSWERS
+
+
 @dataclass(frozen=True)
 class QuestionCosts:
     """Tokens of the questions, and the numbers that are enough.
 
     Attributes:
         tokens, recall_tokens: Tokens of a benchmark question, and of one question of each recall task together.
-        enough: Benchmark questions with which a share that changes 3 % of the answers is shown to be safe; the second
-            number is for questions that later hours ask, by which half of the error is left.
+        by_probability: True if the probability of the right choice judges every question, not the count.
+        enough: Benchmark questions with which a share with a `harmless_change` is shown to be safe; the second number
+            is for questions that later hours ask, by which half of the error is left.
         available: Number of benchmark questions that the tasks have.
         enough_recall: Recall questions of each kind with which such a share is shown to keep recall, and the same for
             later hours; 0 if the model recalls too little to judge.
@@ -104,6 +111,7 @@ class QuestionCosts:
 
     tokens: float
     recall_tokens: float
+    by_probability: bool
     enough: tuple[int, int]
     available: int
     enough_recall: tuple[int, int]
@@ -253,21 +261,30 @@ def what_can_be_shown(config: Study, costs: QuestionCosts, hours: float | None =
         shown = f"{questions:,} questions{recall} judge, which cannot show that anything is safe"
     else:
         shown = (
-            f"{questions:,} questions{recall} judge: in four of five cases they show that a share is safe which changes"
-            f" up to {change:.1%} of the answers and loses none; where answers are choices, more"
+            f"{questions:,} questions{recall} judge: in four of five cases they show that a share is safe which loses"
+            f" nothing and changes {_change_words(change, costs)}"
         )
     if _is_enough(config, costs):
         return shown
-    ways = [] if hours is None else [f"--hours {hours:g}"]
-    points = (p for p in (2, 3, 5, 10) if p > config.max_points and shown_change(questions, comparisons, p) >= CHANGED)
+    ways, harmless = [] if hours is None else [f"--hours {hours:g}"], harmless_change(costs.by_probability)
+    points = (p for p in (2, 3, 5, 10) if p > config.max_points and shown_change(questions, comparisons, p) >= harmless)
     if (wider := next(points, None)) is not None:
         ways.append(f"--max-points {wider}")
     if config.kind_count > 1:
         ways.append("fewer kinds of savings (such as --shares none)")
-    needed = f"{shown}. A harmless share changes about {CHANGED:.0%}, which takes {costs.enough[0]:,} questions"
+    needed = (
+        f"{shown}. A harmless share changes {_change_words(harmless, costs)}, which takes {costs.enough[0]:,} questions"
+    )
     if costs.enough_recall[0]:
         needed += f" and {costs.enough_recall[0]:,} of each recall task (the whole model: {costs.recalls})"
     return f"{needed}: {', or '.join(ways)}" if ways else needed
+
+
+def _change_words(change: float, costs: QuestionCosts) -> str:
+    """Return a change, as `shown_change` returns it, in words."""
+    if costs.by_probability:
+        return f"the probability of the right choice by up to {sqrt(change):.2f} (standard deviation)"
+    return f"up to {change:.1%} of the answers"
 
 
 def study_seconds(

@@ -313,6 +313,14 @@ class Tasks:
             name: sum(1 for _ in task.eval_docs) for name, task in self._loaded["tasks"].items() if _is_graded(task)
         }
 
+    @property
+    def by_probability(self) -> bool:
+        """True if every graded task has choices, of which the likeliest is the answer: verdicts count the probability
+        of the right one.
+        """
+        graded = [task for task in self._loaded["tasks"].values() if _is_graded(task)]
+        return all(task.OUTPUT_TYPE == "multiple_choice" and _CORRECT[0] in task.aggregation() for task in graded)
+
     def overlap(self, texts: Sequence[str], what: str) -> str:
         """Return in a sentence how many questions are partly in texts, which ``what`` describes."""
         questions = [

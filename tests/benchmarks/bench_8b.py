@@ -52,7 +52,15 @@ from headscan.runs.progress import time_text
 from headscan.settings.corpus_settings import CorpusSpec
 from headscan.store.verdict_limits import QUESTIONS_PER_TEXT
 from headscan.study.study_step import LONGEST_STUDY_TEXT, Study
-from headscan.study.study_time import CHANGED, PassCosts, QuestionCosts, TimedPass, decided, study_seconds, time_pass
+from headscan.study.study_time import (
+    PassCosts,
+    QuestionCosts,
+    TimedPass,
+    decided,
+    harmless_change,
+    study_seconds,
+    time_pass,
+)
 from headscan.texts.prefix_tree import tokens_read_once
 from headscan.verdicts.paired import enough_questions
 from tests.benchmarks.bench_arms import ABLATED, answers, made_requests, readings
@@ -551,10 +559,11 @@ def hours_rows(speed: float, measured: Mapping[str, float], card: str) -> Iterat
     """
     requests = made_requests(1, 57)
     config = Study(ModelSpec("8B"), CorpusSpec("texts/"), max_tokens=LONGEST_STUDY_TEXT)
-    enough = enough_questions(CHANGED, config.kind_count)
+    enough = enough_questions(harmless_change(by_probability=True), config.kind_count)
     costs = QuestionCosts(
         tokens=tokens_read_once(request.ids for request in requests) / 57,
         recall_tokens=len(RECALL_FAMILIES) * LONGEST_STUDY_TEXT / QUESTIONS_PER_TEXT,
+        by_probability=True,
         enough=(enough, enough),
         available=enough,
         enough_recall=(enough, enough),

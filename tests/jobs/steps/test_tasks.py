@@ -194,6 +194,15 @@ def test_a_limit_draws_questions_by_their_content(spec: ModelSpec, tmp_path: Pat
         before = asked[0]
 
 
+def test_tasks_whose_likeliest_choice_is_the_answer(task_folder: Path) -> None:
+    def by_probability(*names: str) -> bool:
+        return Tasks(TaskConfig(names, include_path=str(task_folder))).by_probability
+
+    assert by_probability("counting", "few") and by_probability("both_ways")
+    for other in ("telling", "ending", "informed"):
+        assert not by_probability(other) and not by_probability("counting", other)
+
+
 def test_questions_that_are_in_the_texts_are_counted(tmp_path: Path) -> None:
     draw = random.Random(0)
     stories = [" ".join(f"word{draw.randrange(1_000)}" for _ in range(60)) for _ in range(30)]

@@ -678,7 +678,7 @@ def test_an_open_share_has_the_label_of_the_table() -> None:
 
 
 COSTS = QuestionCosts(
-    280.0, 300.0, enough=(3_000, 3_500), available=2_500, enough_recall=(500, 600), recalls="copying 60 %"
+    280.0, 300.0, False, enough=(3_000, 3_500), available=2_500, enough_recall=(500, 600), recalls="copying 60 %"
 )
 
 
@@ -805,6 +805,10 @@ def test_the_first_lines_say_what_can_be_shown_and_what_would(tmp_path: Path) ->
     few = decided(open_study(tmp_path, hours=1, questions=300), 600.0, costs, lines.append)
     assert few.questions == 300 and "300 questions and " in lines[-1] and "cannot show" in lines[-1]
     assert "--max-points" in lines[-1] and "--shares none" in lines[-1]
+    of_choices = replace(costs, by_probability=True, enough=(1_100, 1_200))
+    decided(open_study(tmp_path, hours=hours), 600.0, of_choices, lines.append)
+    # 0.08 by definition of what is enough.
+    assert "changes the probability of the right choice by up to 0.08 (standard deviation)" in lines[-1]
     with pytest.raises(StudyError, match=r"asks nothing\. Set `questions` or"):
         decided(
             open_study(tmp_path, hours=1, questions=0, recall_questions=0, criteria=("entropy",)), 1e4, costs, print

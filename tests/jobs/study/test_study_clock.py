@@ -52,6 +52,22 @@ def test_what_had_time_once_stays_part_of_the_study(tmp_path: Path, now: list[fl
     assert second.has_time("the pruned models", 1000)
 
 
+def test_work_that_would_end_after_the_hours_is_not_begun(tmp_path: Path, now: list[float]) -> None:
+    first = StudyClock(tmp_path)
+    first.set_plan(PLAN, question_seconds=(0.5, 2.0))
+    assert first.asking_seconds(100, 20, arms=2) == 180
+    assert first.has_time("look 2", 180, expected=180)
+    now[0] += 1
+    assert not first.has_time("look 3", 180, expected=180)
+    first.begin("1. scan: every head")
+    now[0] += 120
+    first.begin("4. plans: windows")
+    second = StudyClock(tmp_path)
+    # The scan took twice as long as planned: 120 and 198 of 60 and 198 seconds.
+    assert second.asking_seconds(100, 20, arms=2) == pytest.approx(180 * 318 / 258)
+    assert second.has_time("look 2", 180, expected=180)
+
+
 def test_the_time_left_follows_the_measured_speed(tmp_path: Path, now: list[float]) -> None:
     """The first two steps take twice as long as planned, so the others are expected to take longer, too."""
     clock = StudyClock(tmp_path)

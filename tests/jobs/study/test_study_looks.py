@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -62,6 +63,17 @@ def test_more_hours_ask_more_questions_of_the_same_share(tmp_path: Path) -> None
     assert not any("requests in" in line for line in lines)
     again = run(replace(parted, hours=1), [])
     assert again.savings == second.savings
+
+
+def test_a_look_that_would_end_after_the_hours_is_not_begun(tmp_path: Path) -> None:
+    config, lines = asked(tmp_path / "long", max_points=3.0, hours=1.0), list[str]()
+    run(replace(config, hours=1e-5), lines)
+    record = tmp_path / "long" / "time.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"question_seconds": [1000.0, 0.0]}))
+    lines.clear()
+    answer = run(config, lines)
+    assert questions(answer) == [120] and answer.more_questions == 240
+    assert any("further questions take about" in line and "with more hours continues" in line for line in lines)
 
 
 def test_a_share_that_is_safe_is_asked_no_more(tmp_path: Path) -> None:
