@@ -38,6 +38,8 @@ AnyRequest = Request | GenerationRequest | ExampleRequest
 
 #: Metrics from 0 to 1 that grade an answer; the first one that a task reports is used.
 _CORRECT = ("acc", "exact_match", "acc_norm", "acc_mutual_info", "em", "exact", "f1", "contains")
+#: Those by which the choice with the highest stored score is the answer.
+_OF_SCORES = {"acc", "acc_mutual_info"}
 
 
 def answer_table(samples: dict[str, list[dict[str, Any]]], tasks: Mapping[str, Any]) -> pa.Table:
@@ -319,7 +321,8 @@ class Tasks:
         of the right one.
         """
         graded = [task for task in self._loaded["tasks"].values() if _is_graded(task)]
-        return all(task.OUTPUT_TYPE == "multiple_choice" and _CORRECT[0] in task.aggregation() for task in graded)
+        metrics = [next(name for name in _CORRECT if name in task.aggregation()) for task in graded]
+        return {task.OUTPUT_TYPE for task in graded} <= {"multiple_choice"} and set(metrics) <= _OF_SCORES
 
     def overlap(self, texts: Sequence[str], what: str) -> str:
         """Return in a sentence how many questions are partly in texts, which ``what`` describes."""

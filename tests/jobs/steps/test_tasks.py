@@ -194,12 +194,16 @@ def test_a_limit_draws_questions_by_their_content(spec: ModelSpec, tmp_path: Pat
         before = asked[0]
 
 
-def test_tasks_whose_likeliest_choice_is_the_answer(task_folder: Path) -> None:
-    def by_probability(*names: str) -> bool:
-        return Tasks(TaskConfig(names, include_path=str(task_folder))).by_probability
+def test_tasks_whose_likeliest_choice_is_the_answer(task_folder: Path, tmp_path: Path) -> None:
+    def by_probability(*names: str, folder: Path = task_folder) -> bool:
+        return Tasks(TaskConfig(names, include_path=str(folder))).by_probability
 
-    assert by_probability("counting", "few") and by_probability("both_ways")
-    for other in ("telling", "ending", "informed"):
+    rows = [{"q": "1 comes before", "choices": [" 2", " 10"], "a": 0}] * 4
+    choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{a}}"}
+    write_task(tmp_path, "by_length", rows, choice | {"metric_list": [{"metric": "acc_norm"}]})
+    assert not by_probability("by_length", folder=tmp_path)
+    assert by_probability("counting", "few") and by_probability("both_ways") and by_probability("informed")
+    for other in ("telling", "ending"):
         assert not by_probability(other) and not by_probability("counting", other)
 
 
