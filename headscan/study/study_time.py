@@ -271,7 +271,8 @@ def what_can_be_shown(config: Study, costs: QuestionCosts, hours: float | None =
     if (wider := next(points, None)) is not None:
         ways.append(f"--max-points {wider}")
     if config.kind_count > 1:
-        ways.append("fewer kinds of savings (such as --shares none)")
+        option = next(name for name in SHARE_SETTINGS if getattr(config, name)).replace("_", "-")
+        ways.append(f"fewer kinds of savings (such as --{option} none)")
     needed = (
         f"{shown}. A harmless share changes {_change_words(harmless, costs)}, which takes {costs.enough[0]:,} questions"
     )
