@@ -45,6 +45,7 @@ from headscan.study.study_engines import for_engine, kv_counts, plan_block, rece
 from headscan.study.study_step import FEWEST_STUDY_TEXTS, LONGEST_STUDY_TEXT, Study, StudyError, resumed, write_study
 from headscan.study.study_texts import StudyTexts, document_of, split_texts
 from headscan.study.study_time import TimedPass, decided, looks_of, measures_recall, study_seconds, time_pass
+from headscan.text_tables import percent
 from headscan.texts import TokenConfig
 from headscan.texts.continuation_task import CONTINUATION, write_task
 from headscan.texts.held_out_text import HeldOutText, chunks
@@ -350,7 +351,9 @@ class _Study:
                     look[kind] = last.look + 1
                     continue
                 on = f" on {last.questions:,} questions" * bool(last.questions)
-                self.run.say(f"{kind.name}, {last.share:.1%}{on}: {last.label}{f' ({last.why})' if last.why else ''}")
+                self.run.say(
+                    f"{kind.name}, {percent(last.share)}{on}: {last.label}{f' ({last.why})' if last.why else ''}"
+                )
                 number[kind], look[kind] = len(judged[kind]), 1
                 if last.outcome is not Outcome.SAFE or number[kind] == len(tried[kind].arms):
                     del number[kind], look[kind]

@@ -27,6 +27,7 @@ from headscan.study.study_step import (
     Study,
     StudyError,
 )
+from headscan.text_tables import percent
 from headscan.verdicts.looks import Look, planned_looks
 from headscan.verdicts.paired import shown_change
 
@@ -254,7 +255,7 @@ def what_can_be_shown(config: Study, costs: QuestionCosts, hours: float | None =
     else:
         shown = (
             f"{questions:,} questions{recall} judge: in four of five cases they show that a share is safe which changes"
-            f" up to {change:.1%} of the answers and loses none; where answers are choices, more"
+            f" up to {percent(change)} of the answers and loses none; where answers are choices, more"
         )
     if _is_enough(config, costs):
         return shown
@@ -264,7 +265,7 @@ def what_can_be_shown(config: Study, costs: QuestionCosts, hours: float | None =
         ways.append(f"--max-points {wider}")
     if config.kind_count > 1:
         ways.append("fewer kinds of savings (such as --shares none)")
-    needed = f"{shown}. A harmless share changes about {CHANGED:.0%}, which takes {costs.enough[0]:,} questions"
+    needed = f"{shown}. A harmless share changes about {percent(CHANGED)}, which takes {costs.enough[0]:,} questions"
     if costs.enough_recall[0]:
         needed += f" and {costs.enough_recall[0]:,} of each recall task (the whole model: {costs.recalls})"
     return f"{needed}: {', or '.join(ways)}" if ways else needed
