@@ -79,7 +79,7 @@ def text_table(
                 break
             shown.add(name)
         if len(shown) < len(names):
-            note = f"\n... {len(names) - len(shown)} more columns do not fit. Select fewer columns, or write CSV"
+            note = f"\n... columns that do not fit: {len(names) - len(shown)}. Select fewer columns, or write CSV"
         names = [name for name in names if name in shown]
     right = {name: all(isinstance(row[name], (int, float)) or row[name] is None for row in rows) for name in names}
 

@@ -301,7 +301,8 @@ def inactive_answer(spreads: Mapping[str, Spread], inactive: InactiveHeads, comm
         detail += " One sequence gives no interval."
     others = [other.heads for each, other in counts.items() if each != name]
     if others:
-        detail += f" The {len(others)} other scores give {min(others):,} to {max(others):,} heads."
+        who = "Another score gives" if len(others) == 1 else f"The {len(others)} other scores give"
+        detail += f" {who} {min(others):,} to {max(others):,} heads."
     detail += " Only an ablation shows whether it is safe to remove them."
     state: State = "known" if count.heads else "open"
     return ReportAnswer(_INACTIVE_QUESTION, f"{count.heads:,} of {inactive.total:,}", detail, state, INACTIVE)

@@ -13,7 +13,7 @@ from headscan.errors import HeadscanError, ModelLoadError, first_line
 from headscan.options import Option, check_limits, short
 from headscan.steps.results import Result
 from headscan.steps.step import Step
-from headscan.text_tables import percent
+from headscan.text_tables import counted, percent
 
 if TYPE_CHECKING:
     from headscan.plans import HeadPlan
@@ -160,7 +160,7 @@ def _both(comparison: GenerationComparison) -> dict[str, Generated]:
 
 
 def _comparison_text(comparison: GenerationComparison, *, no_gain: bool) -> str:
-    lines = [f"prompt of {comparison.prompt_tokens:,} tokens, {len(comparison.full.tokens)} new ones", ""]
+    lines = [f"prompt of {counted(comparison.prompt_tokens, 'token')}, {len(comparison.full.tokens)} new", ""]
     lines += [_costs(name, generated) for name, generated in _both(comparison).items()]
     lines.append(
         f"the plan's cache has {percent(comparison.planned.cache_bytes / comparison.full.cache_bytes)} of the bytes"

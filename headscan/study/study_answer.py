@@ -17,7 +17,7 @@ from headscan.runs.progress import time_text
 from headscan.settings.saving_settings import ENGINES, Engine
 from headscan.store.output_files import write_text
 from headscan.store.verdict_limits import limits_words
-from headscan.text_tables import html_text, percent, plain, text_table
+from headscan.text_tables import counted, html_text, percent, plain, text_table
 from headscan.verdicts.arm_verdict import PROBABLY_LOSES, TOO_FEW_QUESTIONS, TOO_FEW_TEXTS, Outcome
 from headscan.verdicts.metrics import Increase, exceeds
 from headscan.verdicts.ordered_shares import ShareVerdict, largest_safe
@@ -149,7 +149,9 @@ def _numbers(share: ShareVerdict) -> str:
     """Return the changes of accuracy, loss and recall at a share, in words."""
     parts = [f"loss {share.loss.numbers()} nats per token"] if share.loss is not None else []
     if share.accuracy is not None:
-        parts.append(f"accuracy {share.accuracy.interval.words(1)} points on {share.accuracy.questions:,} questions")
+        parts.append(
+            f"accuracy {share.accuracy.interval.words(1)} points on {counted(share.accuracy.questions, 'question')}"
+        )
     if share.expected is not None:
         parts.append(f"expected accuracy {share.expected.interval.words(1)} points")
     parts += [f"{RECALL_FAMILIES[each.family].heading} {each.numbers()}" for each in share.recall]
@@ -195,8 +197,9 @@ class StudyAnswer:
             rows = [{"step": name, "about": time_text(seconds)} for name, seconds in self.steps.items()]
             return f"{text_table(rows)}\n\nnothing is kept: the same command without --dry-run runs these steps"
         head = (
-            f"{self.model} on {self.corpus}: {self.layers} layers, {self.heads} heads, judged on {self.questions:,}"
-            f" questions and {self.texts} texts of up to {self.tokens:,} tokens, in {time_text(self.seconds)}"
+            f"{self.model} on {self.corpus}: {counted(self.layers, 'layer')}, {counted(self.heads, 'head')}, judged on"
+            f" {counted(self.questions, 'question')} and {counted(self.texts, 'text')} of up to {self.tokens:,} tokens,"
+            f" in {time_text(self.seconds)}"
         )
         savings = [
             {
@@ -252,7 +255,7 @@ class StudyAnswer:
 
     def __repr__(self) -> str:
         savings = "; ".join(f"{each.kind.name}: {each.answer()}" for each in self.savings)
-        return f"StudyAnswer({self.model}, {self.questions:,} questions: {savings or 'a dry run'})"
+        return f"StudyAnswer({self.model}, {counted(self.questions, 'question')}: {savings or 'a dry run'})"
 
     def save(self, path: Path) -> None:
         """Write the answers as JSON."""

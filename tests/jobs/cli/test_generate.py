@@ -68,7 +68,7 @@ def test_both_texts_are_printed_with_their_costs(
         printed.append(capsys.readouterr().out)
         head, *written = re.split(r"\n--- (?:full cache|plan)\n", printed[-1])
         lines = head.splitlines()
-        assert lines[0] == f"prompt of {len(ids)} tokens, {NEW} new ones"
+        assert lines[0] == f"prompt of {len(ids)} tokens, {NEW} new"
         for line, name, size in zip(lines[2:4], ("full cache ", "plan       "), held, strict=True):
             assert re.fullmatch(
                 re.escape(f"{name}{format_bytes(size)} of KV cache, ")
