@@ -541,7 +541,7 @@ def test_texts_that_judge_are_no_near_copies_of_the_corpus(tmp_path: Path, kind:
         "chapter": [words(50, 4_000) + texts[3] + words(51, 4_000)],
     }[kind]
     corpus, judge = corpus_of(tmp_path / "texts", texts), corpus_of(tmp_path / "judge", judging)
-    message = rf"{len(judging)} of {len(judging)} documents of `judge` .* has \d+% of its runs of 20 words there"
+    message = rf"{len(judging)} of {len(judging)} documents of `judge` .* has [\d.]+ % of its runs of 20 words there"
     with pytest.raises(StudyError, match=message):
         split_texts(corpus, tmp_path / "parts", judge)
     others = corpus_of(tmp_path / "others", [words(100 + number, 150) for number in range(24)])

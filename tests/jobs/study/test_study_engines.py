@@ -166,7 +166,7 @@ def test_the_answer_says_what_is_saved_and_how_each_file_is_served(
     assert heads.saves() == "nothing by itself"
     # 2 of 24 KV heads keep 2 of 6 blocks.
     assert cache.saves() == f"cache {percent(2 / 24 * 4 / 6)}, {1 / (1 - 2 / 24 * 4 / 6):.2f} times the tokens"
-    assert gone.saves().startswith("cache 8.33 %, weights 0.6 %, 1.09 times the tokens")
+    assert gone.saves().startswith("cache 8.33 %, weights 0.61 %, 1.09 times the tokens")
     losses = {each.judged[0].name: each.judged[0].loss for each in savings}
     answer = StudyAnswer("demo", "c", 6, 48, 9, 9, 192, 0.05, 1.0, savings, losses, "r", "s", 1.0, engine="vllm")  # type: ignore[arg-type]
     text = str(answer)

@@ -116,9 +116,9 @@ def test_a_curve_shares_one_run_and_its_models_load_in_a_new_process(
     words = [*command, "--shares", "0.2,0.4", "--method", "damage,random", "--unit", "group"]
     assert main(words) == 0
     table = capsys.readouterr().out.partition("\n\n")[0].splitlines()
-    assert [line.split()[:2] for line in table[2:]] == [
-        ["20 %", "damage"], ["20 %", "random"], ["20 %", "layer-drop"], ["20 %", "random"],
-        ["40 %", "damage"], ["40 %", "random"], ["40 %", "layer-drop"], ["40 %", "random"],
+    assert [" ".join(line.split()[:3]) for line in table[2:]] == [
+        "20 % damage", "20 % random", "20 % layer-drop", "20 % random",
+        "40 % damage", "40 % random", "40 % layer-drop", "40 % random",
     ]  # fmt: skip
     folders = sorted(path.name for path in (tmp_path / "smaller").iterdir())
     assert folders == ["damage-0.2", "damage-0.4", "random-0.2", "random-0.4"]
