@@ -27,6 +27,18 @@ def plural(noun: str) -> str:
     return f"{noun}es" if noun.endswith(("ch", "sh", "x", "s")) else f"{noun}s"
 
 
+def percent(share: float | None) -> str:
+    """Return a share, 0 to 1, with at most three digits and two decimals, as in ``12.5 %`` or ``25 %``; a dash for
+    None.
+    """
+    if share is None:
+        return "–"
+    value = 100 * share
+    decimals = max(0, min(2, 3 - len(f"{abs(value):.0f}")))
+    text = f"{value:z,.{decimals}f}"
+    return f"{text.rstrip('0').rstrip('.') if decimals else text} %"
+
+
 def printable(text: str) -> str:
     r"""Return ``text`` with every unsafe character escaped, as in ``\x1b``; line ends are unsafe, too."""
     return _UNSAFE.sub(lambda match: match.group().encode("unicode_escape").decode("ascii"), text)
@@ -67,7 +79,7 @@ def text_table(
                 break
             shown.add(name)
         if len(shown) < len(names):
-            note = f"\n... {len(names) - len(shown)} more columns do not fit. Select fewer columns, or write CSV"
+            note = f"\n... columns that do not fit: {len(names) - len(shown)}. Select fewer columns, or write CSV"
         names = [name for name in names if name in shown]
     right = {name: all(isinstance(row[name], (int, float)) or row[name] is None for row in rows) for name in names}
 

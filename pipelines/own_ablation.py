@@ -45,7 +45,8 @@ ids = lm.require_tokenizer()("def area(radius):\n", return_tensors="pt").input_i
 with headscan.intervene(lm, LeastOfEachLayer()) as record:
     lm.model(ids)
 print(
-    f"{record.ablated_share:.1%} of the heads ablated: one of {lm.grid.shape[1]} in each of {lm.grid.shape[0]} layers"
+    f"{100 * record.ablated_share:g} % of the heads ablated: one of {lm.grid.shape[1]} in each of"
+    f" {lm.grid.shape[0]} layers"
 )
 
 # 2. As an arm of an evaluation, with 3 random rules of its size (19 can show that a choice is better than chance).

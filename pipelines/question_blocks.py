@@ -74,7 +74,7 @@ def main(folder: Path) -> None:
         of_arm = blocks[np.array(row["question"])]
         shuffled = [design_effect(generator.permutation(changes), of_arm) for _ in range(_SHUFFLES)]
         low, high = np.quantile(shuffled, (0.025, 0.975))
-        changed = f"{np.count_nonzero(changes) / len(changes):.1%} of the answers change"
+        changed = f"{100 * np.count_nonzero(changes) / len(changes):.1f} % of the answers change"
         print(f"{row['name']}: {design_effect(changes, of_arm):.2f} (shuffled {low:.2f} to {high:.2f}), {changed}")
     losses(store)
 

@@ -37,4 +37,4 @@ lm = headscan.load("demo", device="cpu")
 layer, head = least.fetchall()[0][:2]
 stats = headscan.collect(lm, ["def area(width, height):\n    return width * height\n"])
 weight = float(stats["first_token_weight"][0, layer, head])
-print(f"On one function, head {layer}:{head} puts {weight:.0%} of its attention on the first token.")
+print(f"On one function, head {layer}:{head} puts {100 * weight:.0f} % of its attention on the first token.")

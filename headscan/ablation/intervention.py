@@ -29,7 +29,7 @@ from headscan.errors import InterventionError, check_type
 from headscan.grid import AttentionSite, Head, HeadGrid
 from headscan.models.loaded_model import LoadedModel, check_loaded
 from headscan.models.token_batches import integers
-from headscan.text_tables import counted
+from headscan.text_tables import counted, percent
 
 
 class InterventionRecord:
@@ -59,7 +59,7 @@ class InterventionRecord:
         if not self._ablated:
             return "InterventionRecord(before the first pass)"
         shares = self.ablated_shares
-        return f"InterventionRecord({counted(self._sequences, 'sequence')}, {shares.mean():.1%} of heads ablated)"
+        return f"InterventionRecord({counted(self._sequences, 'sequence')}, {percent(shares.mean())} of heads ablated)"
 
     @property
     def ablated(self) -> Tensor | None:

@@ -38,6 +38,7 @@ from headscan.errors import HeadscanError, InterventionError, UnsupportedModelEr
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.models.forward_inputs import batch_kwargs, input_device, real_tokens, run_forward
 from headscan.models.model_facts import MODEL_ERRORS, raise_if_out_of_memory, typed_line
+from headscan.text_tables import percent
 
 _log = logging.getLogger("headscan")
 
@@ -194,7 +195,8 @@ def _compare(model: PreTrainedModel, own: dict[str, Tensor], outputs: dict[str, 
         if error > bound or (error.isnan() and expected.isfinite().all()):
             raise UnsupportedModelError(
                 f"{type(model).__name__} has an unsupported kind of attention: the input of {name} "
-                f"differs by {float(error):.1%} (limit {bound:.1%}) from softmax attention. Load another model"
+                f"differs by {percent(float(error))} (limit {percent(bound)}) from softmax attention. Load another "
+                "model"
             )
 
 

@@ -10,7 +10,7 @@ from headscan.cli.verb_base import StoreOptions, StoreVerb, quiet_libraries
 from headscan.export.formats import OF_STORE, ExportConfig, run_export
 from headscan.options import Group
 from headscan.steps.results import Json, Result
-from headscan.text_tables import text_table
+from headscan.text_tables import percent, text_table
 
 if TYPE_CHECKING:
     from headscan.export.servable_model import HeldSize
@@ -75,4 +75,4 @@ def _size_lines(sizes: Sequence[HeldSize]) -> list[str]:
 
 
 def _share(before: int, after: int) -> str:
-    return f"{1 - after / before:.1%}"
+    return percent(1 - after / before)

@@ -10,7 +10,7 @@ from headscan.catalog import ORDERS
 from headscan.cli.verb_base import StoreVerb, say_run
 from headscan.options import Option, Site
 from headscan.steps.results import Json, Result
-from headscan.text_tables import counted
+from headscan.text_tables import counted, percent
 
 if TYPE_CHECKING:
     from headscan.store.store import Store
@@ -98,7 +98,7 @@ def _columns(kind: str, by: str) -> dict[str, str | Callable[[Mapping[str, Any]]
         return {"kv_head": "kv_head", by: "value", "mean gate gradient": "mean_gate_gradient"}
     if kind == "probe":
         return {by: "value"}
-    inactive = {"inactive in": lambda row: f"{row['inactive_share']:.0%}"}
+    inactive = {"inactive in": lambda row: percent(row["inactive_share"])}
     return {"kv_head": "kv_head", by: "value", "std": "std", **inactive}
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from headscan.cli.verb_base import StoreVerb
 from headscan.steps.results import Json, Result
+from headscan.text_tables import counted
 
 if TYPE_CHECKING:
     from headscan.store.store import Store
@@ -99,12 +100,13 @@ def _status_text(store: str, runs: Sequence[Mapping[str, Any]], arms: Sequence[M
 def _progress(row: Mapping[str, Any]) -> str:
     """Return the finished shards or arms of a run, of all, or its measured units; ``?`` until the corpus is read."""
     if row["measured_units"] is not None:
-        return f"{row['measured_units']:,} units"
+        return counted(row["measured_units"], "unit")
     if row["finished_shards"] is not None:
-        return f"{row['finished_shards']}/{'?' if row['total_shards'] is None else row['total_shards']} shards"
+        total = row["total_shards"]
+        return f"{row['finished_shards']}/{'? shards' if total is None else counted(total, 'shard')}"
     if row["arms"] is None:
         return ""
-    text = f"{row['finished_arms']}/{row['arms']} arms"
+    text = f"{row['finished_arms']}/{counted(row['arms'], 'arm')}"
     if row["finished_arms"] == row["arms"]:
         return text
     total = "" if row["open_requests"] is None else f"/{row['open_requests']:,}"

@@ -27,6 +27,7 @@ from headscan.runs.ledger import measured
 from headscan.runs.model_identity import ModelIdentity
 from headscan.runs.progress import Progress
 from headscan.settings.evaluation_settings import RecallQuestions
+from headscan.text_tables import percent
 from headscan.texts import CorpusSpec
 from headscan.texts.recall_tasks import recall_questions
 from headscan.texts.sequences import read_spread
@@ -204,6 +205,6 @@ def refusal(prompts: Prompts, greedy: np.ndarray) -> str | None:
     if right >= _ABLE:
         return None
     return (
-        f"{prompts.name} is left out: the unchanged model gets {right:.0%} of the answer tokens right (at"
-        f" least {_ABLE:.0%})"
+        f"{prompts.name} is left out: the unchanged model gets {percent(round(right, 2))} of the answer tokens"
+        f" right (at least {percent(_ABLE)})"
     )

@@ -120,7 +120,7 @@ def last_output(blocks: Blocks) -> Iterator[list[Tensor]]:
 
 
 def same_output(out: Tensor, after: Tensor) -> bool:
-    """Return True if two hidden states differ by at most 64 roundings, and by at most 2% of their norm."""
+    """Return True if two hidden states differ by at most 64 roundings, and by at most 2 % of their norm."""
     if out.shape != after.shape:
         return False
     bound = min(64 * torch.finfo(out.dtype).eps, 0.02) * wide_norm(out.detach())

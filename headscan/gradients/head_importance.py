@@ -90,7 +90,7 @@ def default_loss(
     input_keys: Sequence[int] | None = None,
     summed: bool = False,
 ) -> Loss:
-    """Return the loss of a model on plain text: a decoder predicts the next token, an encoder 15% of the tokens behind
+    """Return the loss of a model on plain text: a decoder predicts the next token, an encoder 15 % of the tokens behind
     masks, whose places the keys seed, an encoder-decoder its own input.
     """
     ids, real = check_ids(lm, input_ids, lengths)

@@ -27,6 +27,7 @@ from headscan.grid import AttentionSite
 from headscan.models.forward_inputs import input_device, run_forward, wide_norm
 from headscan.models.loaded_model import Block, FoundBlocks, LoadedModel
 from headscan.models.model_facts import MODEL_ERRORS, raise_if_out_of_memory, typed_line
+from headscan.text_tables import percent
 
 
 @dataclass(frozen=True)
@@ -269,7 +270,7 @@ class WholePass:
             return failure(problem)
         if error <= self._bound:
             return None
-        return f"differs by {float(error / wide_norm(self.out)):.1%} from a whole pass"
+        return f"differs by {percent(float(error / wide_norm(self.out)))} from a whole pass"
 
 
 def failure(problem: Exception) -> str:

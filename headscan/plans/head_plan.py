@@ -37,6 +37,7 @@ from headscan.plans.plan_records import (
     shown,
 )
 from headscan.store.output_files import write_text
+from headscan.text_tables import percent
 from headscan.windows import DROPPED, KeptKeys, KvHead, Window, is_chunk, whole_blocks
 
 FORMAT = "headscan-head-plan"
@@ -205,7 +206,7 @@ class HeadPlan(PlanRecord):
         budget = self.budget
         lines = [
             f"{budget.window_heads} of {budget.kv_heads} KV heads keep {self.window_text()}"
-            f" ({budget.window_share:.0%}); the others keep all tokens"
+            f" ({percent(budget.window_share)}); the others keep all tokens"
         ]
         if self.granularity == "layer":
             windowed = len({layer for layer, _ in self.window_heads})
@@ -216,7 +217,7 @@ class HeadPlan(PlanRecord):
             lines.append(f"for an engine with {self.engine_text()}")
         lines += [
             f"at {length.tokens:,} tokens: {length.kv_bytes / 2**20:,.1f} MiB of KV cache in {self.model.dtype} become"
-            f" {length.planned_bytes / 2**20:,.1f} MiB ({length.saved_share:.1%} saved)"
+            f" {length.planned_bytes / 2**20:,.1f} MiB ({percent(length.saved_share)} saved)"
             for length in budget.lengths
         ]
         return lines + list(self.notes)

@@ -22,6 +22,7 @@ from headscan.pruning.damage_curve import DamageCurve, LayerMoments, layer_momen
 from headscan.pruning.edited_model import NO_EDITS, Divergence
 from headscan.pruning.repair import RepairConfig, Repaired, repaired_model
 from headscan.pruning.selection_settings import SelectionConfig
+from headscan.text_tables import counted
 
 #: Numbers of removed units that each layer may have; a layer without an entry may have any.
 Allowed = Mapping[int, Collection[int]]
@@ -318,7 +319,9 @@ class HeadSelection:
         counts = stage.choose(min(count - stage.units, stage.more))
         if not self._config.tries:
             return stage.heads(counts)
-        self._work.say(f"comparing up to {self._config.tries} choices of {count} {self._unit}s near the best one")
+        self._work.say(
+            f"comparing up to {self._config.tries} choices of {counted(count, self._unit)} near the best one"
+        )
         with self._work.steps("choices near the best one", 1 + self._config.tries, "choice") as done:
             return best_nearby(stage, counts, self._original.repaired_damage, self._config.tries, done)
 
@@ -361,7 +364,7 @@ class HeadSelection:
         units = self._most if self._stages else 0
         share = self._config.next_share if units else self._config.first_share
         more = min(max(self._largest_step, round(share * self.total)), self.total - 1 - units)
-        self._work.say(f"measuring the damage of {more} {self._unit}s more")
+        self._work.say(f"measuring the damage of {counted(more, self._unit)} more")
         if not units:
             before, moments = Repaired(NO_EDITS, {}), self._original.moments
         else:

@@ -29,6 +29,7 @@ from headscan.models.loaded_model import LoadedModel, check_loaded
 from headscan.pruning.format.attention_parts import CannotSliceError, LayerHeads, Rows, output_name
 from headscan.pruning.format.pruned_attention import shrink_attention
 from headscan.pruning.format.pruned_model import heads_of, model_class, pruned_config
+from headscan.text_tables import percent
 
 
 def sharing_copy(model: Any, config: Any = None, kind: type | None = None) -> Any:
@@ -161,7 +162,7 @@ def check_slicing(lm: LoadedModel, removed: Iterable[Head], heads: Mapping[int, 
         if not error <= bound:
             raise UnsupportedModelError(
                 f"heads of {type(lm.model).__name__} cannot be removed: without them the attention of layer {layer} "
-                f"differs by {error:.1%} (limit {bound:.1%}) from that with them zeroed. Load another model"
+                f"differs by {percent(error)} (limit {percent(bound)}) from that with them zeroed. Load another model"
             )
 
 

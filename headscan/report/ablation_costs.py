@@ -17,14 +17,13 @@ from headscan.report.arm_chart import (
     shares_figure,
     within_point_text,
 )
-from headscan.report.page_parts import percent
 from headscan.report.share_chart import ArmPoint, curves_figure, pruning_figure, site_figure
 from headscan.store.provenance import same_model
 from headscan.store.records import ArmKind
 from headscan.store.store import Store
 from headscan.store.tables import LOSS
 from headscan.store.verdict_limits import MARGIN, MIN_ABOVE_CHANCE, MIN_RETAINED, MIN_SAFE_TEXTS, points_words
-from headscan.text_tables import counted
+from headscan.text_tables import counted, percent
 from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.confirmation import SweepChoice, judge_sweep
 from headscan.verdicts.criterion_points import (
@@ -296,7 +295,7 @@ def _site_table(points: Sequence[SitePoint]) -> str:
         change = {point.share: point.effect.interval.scaled(metric.scale) for point in members}
         cells = [change[share].words(metric.digits) if share in change else "–" for share in shares]
         rows.append([f"{criterion}, {seed}" if criterion == RANDOM else criterion, *cells])
-    return pages.table(["criterion", *(f"{100 * share:g}%" for share in shares)], rows)
+    return pages.table(["criterion", *map(percent, shares)], rows)
 
 
 CRITERIA = "criteria"
@@ -334,7 +333,7 @@ def _losses(points: Sequence[CriterionPoint], controls: Sequence[ArmVerdict]) ->
     if controls:
         of_share = {share: [each for each in controls if each.arm.share == share] for share in shares}
         rows.append(["random heads, mean", "control", *(_increase(of_share[share]) for share in shares)])
-    return pages.table(["criterion", "chosen on", *(f"{100 * share:g}%" for share in shares)], rows)
+    return pages.table(["criterion", "chosen on", *map(percent, shares)], rows)
 
 
 def _increase(arms: Sequence[ArmVerdict]) -> str:

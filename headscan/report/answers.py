@@ -27,7 +27,7 @@ from headscan.store.store import Store
 from headscan.store.tables import LOSS
 from headscan.store.verdict_limits import points_words
 from headscan.store.views import ROLES
-from headscan.text_tables import counted
+from headscan.text_tables import counted, percent
 from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.confirmation import SweepChoice
 from headscan.verdicts.judge import Verdict
@@ -158,7 +158,7 @@ def cache_answer(
         return _unjudged(plan, hint, commands)
     safe = [arm for arm in arms if arm.is_safe]
     best = min(safe, key=lambda arm: left[arm.name]) if safe else max(arms, key=lambda arm: arm.judging.low)
-    saved, at = f"{1 - left[best.name]:.1%}", f" at {tokens:,} tokens" if tokens else ""
+    saved, at = percent(1 - left[best.name]), f" at {tokens:,} tokens" if tokens else ""
     cost = _cost(best, f"{saved} of the cache less{at} changes")
     how = _how((), len(arms))
     return _answer(CACHE_QUESTION, best, "plan", f"{saved}{at}", cost, how, CACHE, commands.evaluate_plan)
@@ -198,8 +198,8 @@ def _unjudged(plan: HeadPlan | None, hint: CacheHint, commands: Commands) -> Rep
         return hint.answer(commands)
     longest = max(plan.budget.lengths, key=lambda length: length.tokens)
     detail = (
-        f"The plan (method {plan.method}) saves {longest.saved_share:.1%} at {longest.tokens:,} tokens, but the shown"
-        " evaluation does not test what that costs."
+        f"The plan (method {plan.method}) saves {percent(longest.saved_share)} at {longest.tokens:,} tokens, but the"
+        " shown evaluation does not test what that costs."
     )
     return ReportAnswer(CACHE_QUESTION, "Not tested", detail, "missing", HEAD_PLAN, commands.evaluate_plan)
 
@@ -250,9 +250,9 @@ class CacheHint:
         if self.far is not None:
             half = (self.kv_heads + 1) // 2
             detail = (
-                f"Not tested. {half} of {self.kv_heads} KV heads put at most {self.far:.1%} of their attention beyond"
-                f" the first {self.sink} and the last {self.recent} tokens, which is not a measured loss. The first"
-                " command measures which half of the heads loses least with such a window."
+                f"Not tested. {half} of {self.kv_heads} KV heads put at most {percent(self.far)} of their attention"
+                f" beyond the first {self.sink} and the last {self.recent} tokens, which is not a measured loss. The"
+                " first command measures which half of the heads loses least with such a window."
             )
             headline = "Perhaps half of the heads" if self.far <= _LITTLE else "Not tested"
         else:
@@ -294,14 +294,15 @@ def inactive_answer(spreads: Mapping[str, Spread], inactive: InactiveHeads, comm
         return ReportAnswer(_INACTIVE_QUESTION, "Not measured", why, "missing", None, command)
     count = counts[name]
     detail = (
-        f"By {name}: {count.words(inactive.total)} are among the {INACTIVE_QUANTILE:.0%} most inactive"
-        f" (sequence, head) of the scan in at least {MOSTLY:.0%} of the sequences."
+        f"By {name}: {count.words(inactive.total)} are among the {percent(INACTIVE_QUANTILE)} most inactive"
+        f" (sequence, head) of the scan in at least {percent(MOSTLY)} of the sequences."
     )
     if count.low is None:
         detail += " One sequence gives no interval."
     others = [other.heads for each, other in counts.items() if each != name]
     if others:
-        detail += f" The {len(others)} other scores give {min(others):,} to {max(others):,} heads."
+        who = "Another score gives" if len(others) == 1 else f"The {len(others)} other scores give"
+        detail += f" {who} {min(others):,} to {max(others):,} heads."
     detail += " Only an ablation shows whether it is safe to remove them."
     state: State = "known" if count.heads else "open"
     return ReportAnswer(_INACTIVE_QUESTION, f"{count.heads:,} of {inactive.total:,}", detail, state, INACTIVE)
@@ -429,7 +430,7 @@ def _of_heads(question: str, best: ArmVerdict, done: str, how: str, link: str, c
 
 
 def _share(share: float | None) -> str:
-    return "an unknown share" if share is None else f"{share:.1%}"
+    return "an unknown share" if share is None else percent(share)
 
 
 def answers_of(

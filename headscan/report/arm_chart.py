@@ -14,6 +14,7 @@ from headscan.report.chart_style import FAINT, INK, KIND_COLOURS, LEGEND_ABOVE, 
 from headscan.report.share_chart import ChartPanel, Line, Mark, share_chart
 from headscan.store.records import ArmKind
 from headscan.store.verdict_limits import MARGIN
+from headscan.text_tables import percent
 from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.curves import Curve
 from headscan.verdicts.judge import Verdict
@@ -40,7 +41,7 @@ def arms_figure(verdict: Verdict) -> go.Figure:
         )
     _reference_lines(figure.add_vline, "x", arms)
     labels = [
-        shortened(name) + ("" if share is None else f"  ({share:.1%})")
+        shortened(name) + ("" if share is None else f"  ({percent(share)})")
         for name, share in ((each.name, each.arm.ablated_share) for each in arms)
     ]
     figure.update_yaxes(
@@ -80,7 +81,7 @@ def _by_kind(arms: Sequence[ArmVerdict]) -> list[tuple[ArmKind, list[ArmVerdict]
 
 def _arm_text(verdict: ArmVerdict) -> str:
     p, ablated = verdict.paired, verdict.arm.ablated_share
-    share = "" if ablated is None else f"<br>{ablated:.1%} of heads ablated"
+    share = "" if ablated is None else f"<br>{percent(ablated)} of heads ablated"
     return (
         f"{escape(verdict.name)}{share}<br>{p.arm:.2f} % (baseline {p.baseline:.2f} %)"
         f"<br>{p.interval.words(unit=' points')}"
@@ -223,7 +224,7 @@ def safe_text(curve: Curve) -> str:
 
 def _share_text(curve: Curve, share: float) -> str:
     """Return a share in percent, with ``≥`` for the largest tested."""
-    return f"{'≥ ' if 0 < share >= curve.reach else ''}{share:.1%}"
+    return f"{'≥ ' if 0 < share >= curve.reach else ''}{percent(share)}"
 
 
 def _bars(

@@ -23,6 +23,7 @@ from headscan.report.chart_style import (
 from headscan.report.share_chart import ArmPoint
 from headscan.store.records import ArmKind
 from headscan.store.store import Store
+from headscan.text_tables import percent
 
 _CELL = 36
 
@@ -40,7 +41,7 @@ def overlap_figure(rows: Sequence[Mapping[str, Any]]) -> go.Figure:
         values[a, b] = values[b, a] = 100 * row["overlap"]
         hover[a, b] = hover[b, a] = (
             f"{row['score_a']} picks {row['picked_a']:,}<br>{row['score_b']} picks {row['picked_b']:,}"
-            f"<br>both {row['both']:,}: {row['overlap']:.1%} of what either picks"
+            f"<br>both {row['both']:,}: {percent(row['overlap'])} of what either picks"
         )
     figure = go.Figure(
         go.Heatmap(
@@ -110,7 +111,7 @@ def _positional_bars(store: Store, run_id: str, site: str) -> _Chart | None:
         [run_id, site],
     ).to_pylist():
         positional[row["layer"]].append(
-            f"head {row['head']}: offset {row['key_offset']} in {row['share']:.0%} of queries"
+            f"head {row['head']}: offset {row['key_offset']} in {percent(row['share'])} of queries"
         )
     trace = go.Bar(
         x=[len(positional[row["layer"]]) / row["heads"] for row in heads],
@@ -126,7 +127,7 @@ def _positional_bars(store: Store, run_id: str, site: str) -> _Chart | None:
         hoverinfo="text",
         showlegend=False,
     )
-    axis = {"range": [0, 1], "tickvals": [0, 0.5, 1], "tickformat": ".0%", "zeroline": False}
+    axis = {"range": [0, 1], "tickvals": [0, 0.5, 1], "ticktext": ["0 %", "50 %", "100 %"], "zeroline": False}
     return _Chart(trace, 220, "positional heads", axis)
 
 
@@ -149,7 +150,8 @@ def _distance_heatmap(store: Store, run_id: str, site: str) -> _Chart | None:
         z=values,
         x=labels,
         y=[str(layer) for layer in layers],
-        hovertemplate="layer %{y}, distance %{x}: %{z:.1%}<extra></extra>",
+        text=[[percent(value) for value in row] for row in values],
+        hovertemplate="layer %{y}, distance %{x}: %{text}<extra></extra>",
         zmin=0,
         zmax=ticks[-1],
         colorscale="Viridis",
@@ -178,7 +180,7 @@ def removed_map(points: Sequence[ArmPoint], heads_of: Mapping[int, int], title: 
         for head in range(heads_of[layer]):
             gone = [round(point.share, 4) for point in points if (layer, head) in point.removed]
             values[row, head] = shares.index(min(gone)) if gone else len(shares)
-            when = f"removed from {min(gone):.1%}" if gone else "stays"
+            when = f"removed from {percent(min(gone))}" if gone else "stays"
             hover[row, head] = f"layer {layer}, head {head}<br>{when}"
     colours = [*_shades(len(shares)), "#eceef1"]
     steps = [[(i + d) / len(colours), colour] for i, colour in enumerate(colours) for d in (0, 1)]
@@ -188,7 +190,7 @@ def removed_map(points: Sequence[ArmPoint], heads_of: Mapping[int, int], title: 
         values, hover, layers, customdata=numbers, zmin=-0.5, zmax=len(colours) - 0.5, colorscale=steps, showscale=False
     )
     figure = grid_figure(heatmap, len(layers), width, title, "query head")
-    for name, colour in zip([*(f"removed from {share:.1%}" for share in shares), "stays"], colours, strict=True):
+    for name, colour in zip([*(f"removed from {percent(share)}" for share in shares), "stays"], colours, strict=True):
         # A heatmap has no legend, so traces without points show the colours.
         marker: dict[str, Any] = {"symbol": "square", "size": 12, "color": colour}
         figure.add_trace(go.Scatter(x=[None], y=[None], mode="markers", name=name, marker=marker))

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 from headscan.report import page_parts as pages
 from headscan.report.ablation_costs import recall_share
-from headscan.report.page_parts import byte_count, percent
+from headscan.report.page_parts import byte_count
 from headscan.report.profile_charts import removed_map
 from headscan.report.share_chart import ArmPoint, cache_figure, pruning_figure
 from headscan.store.records import ArmRecord
 from headscan.store.store import Store
 from headscan.store.tables import ACCURACY, BITS_PER_BYTE, LOSS
 from headscan.store.verdict_limits import MARGIN, MIN_RETAINED, points_words
+from headscan.text_tables import percent
 from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.controls import loss_increase
 from headscan.verdicts.criterion_points import heads_of_arms
@@ -55,7 +56,7 @@ def cache_section(verdict: Verdict, tokens: int | None, left: Mapping[str, float
                 [arm for arm in verdict.by_name.values() if arm.name in left and not arm.kind.is_random],
                 {
                     "plan": lambda arm: arm.name,
-                    f"KV cache left at {tokens:,} tokens": lambda arm: f"{left[arm.name]:.1%}",
+                    f"KV cache left at {tokens:,} tokens": lambda arm: percent(left[arm.name]),
                     "accuracy, points": _accuracy,
                     "recall left": lambda arm: "; ".join(each.words() for each in arm.judged_recall) or "–",
                     "measures": lambda arm: "; ".join(metric_words(arm.metrics)) or "–",

@@ -13,12 +13,13 @@ from headscan.plans import METHOD_SHOWS, HeadClass, HeadPlan, planned_bytes
 from headscan.report import page_parts as pages
 from headscan.report.head_data import HeadData, SiteNumbers
 from headscan.report.head_measures import HeadMeasure
-from headscan.report.page_parts import byte_count, number, percent
+from headscan.report.page_parts import byte_count, number
 from headscan.report.profile_charts import overlap_figure, profiles_figure
 from headscan.store.head_spread import inactive_counts
 from headscan.store.scan_tables import INACTIVE_QUANTILE, MOSTLY
 from headscan.store.store import Store
 from headscan.store.views import POSITIONAL_SHARE, ROLES
+from headscan.text_tables import percent
 from headscan.verdicts.arm_verdict import Outcome
 from headscan.verdicts.judge import Verdict
 
@@ -173,11 +174,11 @@ def inactive_heads_section(data: HeadData) -> str:
     sites = data.sites
     parts = [
         pages.paragraph(
-            f"A head is inactive in a sequence if its score lies beyond the {INACTIVE_QUANTILE:.0%} quantile of all"
-            f" (sequence, head) of the scan, so {INACTIVE_QUANTILE:.0%} of these are inactive by definition. The table"
-            f" shows on how many heads they concentrate: heads that are inactive in at least {MOSTLY:.0%} of the"
-            " sequences. Intervals: 95 %, bootstrap of whole sequences with the threshold fixed. An evaluation shows"
-            " whether the model needs them.",
+            f"A head is inactive in a sequence if its score lies beyond the {percent(INACTIVE_QUANTILE)} quantile of"
+            f" all (sequence, head) of the scan, so {percent(INACTIVE_QUANTILE)} of these are inactive by definition."
+            " The table shows on how many heads they concentrate: heads that are inactive in at least"
+            f" {percent(MOSTLY)} of the sequences. Intervals: 95 %, bootstrap of whole sequences with the threshold"
+            " fixed. An evaluation shows whether the model needs them.",
             "note",
         )
     ]
@@ -247,9 +248,9 @@ def agreement_parts(site: SiteNumbers) -> list[str]:
         return []
     chance = INACTIVE_QUANTILE / (2 - INACTIVE_QUANTILE)
     note = pages.paragraph(
-        f"Each score picks the {INACTIVE_QUANTILE:.0%} of (sequence, layer, head) that is most inactive. The map shows"
-        " the intersection over union of each pair of scores, in percent; two independent scores would share"
-        f" {chance:.0%}. Scores that were not measured, or are equal for all heads, are left out.",
+        f"Each score picks the {percent(INACTIVE_QUANTILE)} of (sequence, layer, head) that is most inactive. The map"
+        " shows the intersection over union of each pair of scores, in percent; two independent scores would share"
+        f" {percent(chance)}. Scores that were not measured, or are equal for all heads, are left out.",
         "note",
     )
     return [pages.heading("Do the scores agree?"), note, pages.figure(overlap_figure(pairs), "overlap")]
@@ -272,7 +273,7 @@ def looking_section(store: Store, run_id: str, sites: Sequence[str]) -> str | No
     if not parts:
         return None
     note = pages.paragraph(
-        f"Positional heads: the largest weight is at one offset for at least {POSITIONAL_SHARE:.0%} of"
+        f"Positional heads: the largest weight is at one offset for at least {percent(POSITIONAL_SHARE)} of"
         " queries (arXiv 1905.09418). Weight by distance: mean over the layer's heads and the sequences, in bins that"
         " double. Both count every query, including early ones with few keys.",
         "note",
@@ -325,8 +326,9 @@ def plan_section(
     parts = [
         *evaluated,
         pages.paragraph(
-            f"Method {plan.method}: {budget.window_heads} of {budget.kv_heads} KV heads ({budget.window_share:.1%})"
-            f" keep {plan.window_text()}{dropped}; the others keep all tokens. Bytes are for one sequence."
+            f"Method {plan.method}: {budget.window_heads} of {budget.kv_heads} KV heads"
+            f" ({percent(budget.window_share)}) keep {plan.window_text()}{dropped}; the others keep all tokens. Bytes"
+            " are for one sequence."
         ),
         pages.columns(
             sorted(lengths.items()),

@@ -17,6 +17,7 @@ from headscan.report.chart_style import FAINT, INK, LEGEND_ABOVE, styled, whiske
 from headscan.store.records import ArmKind
 from headscan.store.tables import ACCURACY, LOSS
 from headscan.store.verdict_limits import MARGIN, MIN_RETAINED
+from headscan.text_tables import percent
 from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.controls import loss_increase
 from headscan.verdicts.criterion_points import ALL_SITES, SitePoint, by_curve
@@ -233,7 +234,7 @@ def _arm_panels(lines: Mapping[Line, Sequence[ArmPoint]], across: str, what: str
 
 def _hover(point: ArmPoint, what: str, value: Interval) -> str:
     ends = f" [{value.low:+.4g}, {value.high:+.4g}]" if value.known else ""
-    return f"{escape(point.verdict.name)}<br>{point.share:.1%} {what}<br>{value.value:+.4g}{ends}"
+    return f"{escape(point.verdict.name)}<br>{percent(point.share)} {what}<br>{value.value:+.4g}{ends}"
 
 
 def site_figure(points: Sequence[SitePoint]) -> go.Figure:
@@ -255,7 +256,7 @@ def site_figure(points: Sequence[SitePoint]) -> go.Figure:
             marks = [Mark(0.0, Interval(baseline, baseline, baseline), "without ablation", line.symbol)]
             for point in members:
                 value = point.effect.interval.scaled(scale, baseline)
-                heads = f"{point.share:.1%} of heads, {len(point.heads)}"
+                heads = f"{percent(point.share)} of heads, {len(point.heads)}"
                 text = f"{escape(line.name)}<br>{heads}<br>{value.value:.{digits}f}"
                 marks.append(Mark(point.share, value, text, line.symbol))
             lines.append(replace(line, marks=tuple(marks)))
@@ -305,11 +306,11 @@ def _sweep_marks(curve: Curve) -> tuple[Mark, ...]:
 def point_text(curve: Curve, point: SweepPoint) -> str:
     """Return the hover text of a point of a sweep."""
     if not point.arms:
-        return f"baseline<br>{point.accuracy:.2%} of {point.questions:,} questions"
+        return f"baseline<br>{100 * point.accuracy:.2f} % of {point.questions:,} questions"
     difference = Interval(point.low, point.difference, point.high).scaled(100)
     text = (
         f"{escape(curve.name)}, {curve.kind.label} of {point.share:.3g}"
-        f"<br>{point.ablated_share:.1%} of heads ablated<br>{point.accuracy:.2%} correct,"
+        f"<br>{percent(point.ablated_share)} of heads ablated<br>{100 * point.accuracy:.2f} % correct,"
         f" {difference.words(unit=' points')}"
     )
     if point.arms > 1:

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self, TextIO
 
@@ -18,6 +18,9 @@ from headscan.text_tables import counted, plural, printable
 
 class Progress:
     """Progress with rate and time left, from the speed of the later half of the time so far; a context manager.
+
+    Every line in a log has the form ``title: amount, rate, time``, without the parts that are unknown, such as
+    ``scan: 8 of 16 sequences, 0.76/s, 11 s left``, ``report: 10 s so far`` and ``scan: 16 sequences, done in 21 s``.
 
     Args:
         total: None if it is unknown.
@@ -71,7 +74,7 @@ class Progress:
         if self._bar is not None:
             self._bar.update(count)
         elif time.monotonic() - self._printed >= self._every:
-            self._print(self._line())
+            self._print(self._line(self._state()))
 
     def count(self, count: int, *, is_new: bool) -> None:
         """Count finished work; what is not new was finished by an earlier run."""
@@ -85,33 +88,37 @@ class Progress:
     def _keep_printing(self) -> None:
         while not self._ended.wait(self._every / 4):
             if time.monotonic() - self._printed >= self._every:
-                self._print(self._line())
+                self._print(self._line(self._state()))
 
     def __exit__(self, kind: type[BaseException] | None, *problem: object) -> None:
         self._ended.set()
         if self._bar is not None:
             self._bar.close()
         elif kind is None and not (self._brief and self._printed == self._started):
-            seconds = time.monotonic() - self._started
             at = self._done + self._skipped
-            done = f"{counted(at, self._unit)} in " if at or self._total is not None else ""
-            self._print(f"{self._title}: {done}{time_text(seconds)}")
+            amount = [counted(at, self._unit)] if at or self._total is not None else []
+            self._print(self._line([*amount, f"done in {self._time()}"]))
 
-    def _line(self) -> str:
-        at = self._done + self._skipped
-        if self._total is None and not at:
-            return f"{self._title}: at work for {time_text(time.monotonic() - self._started)}"
-        done = f"{at:,} of " if self._total is not None else ""
-        parts = [f"{self._title}: {done}{counted(at if self._total is None else self._total, self._unit)}"]
-        if self._done:  # without finished work there is no rate, and no time left
-            rate = self._rate()
-            parts.append(f"{rate:.3g}/s")
-            if self._total is not None:
-                left = max(1.0, (self._total - at) / rate)
-                parts.append(f"{time_text(left)} left" if at < self._total else "finishing")
-        elif self._total is not None and at >= self._total:
-            parts.append("finishing")
-        return ", ".join(parts)
+    def _line(self, parts: Sequence[str]) -> str:
+        return f"{self._title}: {', '.join(parts)}"
+
+    def _time(self) -> str:
+        return time_text(time.monotonic() - self._started)
+
+    def _state(self) -> list[str]:
+        """Return amount, rate and time of unfinished work; without finished work there is no rate, and no time left."""
+        at, total = self._done + self._skipped, self._total
+        rate = self._rate() if self._done else None
+        parts = [] if rate is None else [f"{rate:.3g}/s"]
+        if total is not None:
+            parts.insert(0, f"{at:,} of {counted(total, self._unit)}")
+            if at >= total:
+                return [*parts, "finishing"]
+        elif at:
+            parts.insert(0, counted(at, self._unit))
+        if rate is None or total is None:
+            return [*parts, f"{self._time()} so far"]
+        return [*parts, f"{time_text(max(1.0, (total - at) / rate))} left"]
 
     def _rate(self) -> float:
         """Return the work that was finished per second. The first items are often slow, so the later half of the time

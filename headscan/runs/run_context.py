@@ -285,7 +285,7 @@ class Run(ModelContext):
                 self.store.restart_run(record)
         with self.ledger(record, extends=True) as ledger:
             if known is not None:
-                self.say(f"run {ledger.run_id}: the store has {ledger.count} units of this work")
+                self.say(f"run {ledger.run_id}: the store has {counted(ledger.count, 'unit')} of this work")
             yield ledger
 
 

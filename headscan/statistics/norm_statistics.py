@@ -21,6 +21,7 @@ from headscan.grid import AttentionSite
 from headscan.models.forward_inputs import TokenMeans, at_last_token, on_cpu, widened
 from headscan.models.loaded_model import LoadedModel
 from headscan.statistics.weight_statistics import Joins
+from headscan.text_tables import percent
 
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 #: Largest relative difference between a module and its matrix, and in half precision its multiple of the dtype's eps.
@@ -254,8 +255,8 @@ def _check_module(projection: nn.Module, site: AttentionSite, probe_HD: Tensor, 
         raise UnsupportedModelError(
             f"projected_output_norm needs an output projection that multiplies by its weight: "
             f"{site.output_projection}, a {type(projection).__name__}, differs from it by "
-            f"{float(relative_error[worst_head]):.1%} on head {worst_head} (limit {bound:.2%}). Measure the other "
-            "statistics, or load the model without quantisation"
+            f"{percent(float(relative_error[worst_head]))} on head {worst_head} (limit {percent(bound)}). Measure the "
+            "other statistics, or load the model without quantisation"
         )
 
 

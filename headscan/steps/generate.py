@@ -13,6 +13,7 @@ from headscan.errors import HeadscanError, ModelLoadError, first_line
 from headscan.options import Option, check_limits, short
 from headscan.steps.results import Result
 from headscan.steps.step import Step
+from headscan.text_tables import counted, percent
 
 if TYPE_CHECKING:
     from headscan.plans import HeadPlan
@@ -159,10 +160,10 @@ def _both(comparison: GenerationComparison) -> dict[str, Generated]:
 
 
 def _comparison_text(comparison: GenerationComparison, *, no_gain: bool) -> str:
-    lines = [f"prompt of {comparison.prompt_tokens:,} tokens, {len(comparison.full.tokens)} new ones", ""]
+    lines = [f"prompt of {counted(comparison.prompt_tokens, 'token')}, {len(comparison.full.tokens)} new", ""]
     lines += [_costs(name, generated) for name, generated in _both(comparison).items()]
     lines.append(
-        f"the plan's cache has {comparison.planned.cache_bytes / comparison.full.cache_bytes:.1%} of the bytes"
+        f"the plan's cache has {percent(comparison.planned.cache_bytes / comparison.full.cache_bytes)} of the bytes"
     )
     if no_gain:
         lines.append("the plan frees nothing here: the text is no longer than its narrowest window")

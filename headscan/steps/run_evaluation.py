@@ -32,7 +32,7 @@ from headscan.steps.plan_arms import window_notes
 from headscan.steps.question_step import QuestionStep
 from headscan.store.records import ArmRecord, RunKind, RunRecord
 from headscan.store.store import Store, run_identity
-from headscan.text_tables import counted
+from headscan.text_tables import counted, percent
 from headscan.texts.tasks import Questions, TaskResults
 from headscan.texts.token_requests import LogLikelihood
 from headscan.verdicts.verdict_rows import record_verdicts
@@ -87,7 +87,7 @@ def run_evaluation(
         specs = dict.fromkeys(arm.model for arm in unfinished.values())
         for spec in sorted(specs, key=lambda spec: spec is not None):  # the model of the baseline is open
             model_arms = {arm_id: arm for arm_id, arm in unfinished.items() if arm.model == spec}
-            title = counted(len(model_arms), "arm")
+            title = f"answers of {counted(len(model_arms), 'arm')}"
             with nullcontext(run) if spec is None else run.on(spec, models[spec]) as of_model:
                 settings = _answering_settings(of_model, config.share_prefixes, questions, interventions)
                 answered = answer_arms(ledger, of_model.pool, model_arms, chunks, settings, title=title, say=run.say)
@@ -260,12 +260,12 @@ def _figures(arm: Arm, graded: TaskResults, share: float) -> list[str]:
     figures = []
     for family, values in sorted(correct_by_family.items()):
         name = family or f"accuracy on {counted(len(values), 'question')}"
-        figures.append(f"{name} {np.mean(values):.2%}")
+        figures.append(f"{name} {percent(float(np.mean(values)))}")
     for row in graded.results.to_pylist():
         if row["task"] not in graded_tasks and not row["is_group"] and row["value"] is not None:
             figures.append(f"{row['task']} {row['metric']} {row['value']:.4g}")
     if arm.kind.ablates:
-        figures.append(f"{share:.1%} of heads ablated")
+        figures.append(f"{percent(share)} of heads ablated")
     elif arm.removed:
-        figures.append(f"{share:.1%} of heads removed")
+        figures.append(f"{percent(share)} of heads removed")
     return figures

@@ -28,7 +28,7 @@ from headscan.runs.progress import Progress
 from headscan.runs.run_context import Run
 from headscan.settings.corpus_settings import SHORTEST
 from headscan.steps.gates import Gates as GatesStep
-from headscan.text_tables import counted
+from headscan.text_tables import counted, percent
 from headscan.texts.sequences import read_spread
 
 
@@ -151,7 +151,9 @@ def _fit(
         while state is None or not is_done(fit, state):
             before = 0 if state is None else state.step
             if before == fit.steps:
-                run.say(f"fewer than {fit.share:.0%} of the gates are closed after {before} steps; more steps follow")
+                run.say(
+                    f"fewer than {percent(fit.share)} of the gates are closed after {before} steps; more steps follow"
+                )
             item = GateItem(f"gates ({name})", config.site, ids, lengths, fit, state, _STEPS)
             state = run.pool.one(fit_steps, item)
             ledger.add(key, state.numbers())

@@ -22,6 +22,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.runs.run_context import ModelContext
 from headscan.steps.generate import Generate
 from headscan.steps.plan_arms import check_plan
+from headscan.text_tables import counted
 from headscan.windows import KeptKeys
 
 #: Prompt tokens of the pass that warms up.
@@ -98,7 +99,7 @@ def compare_generation(lm: LoadedModel, task: GenerationTask) -> GenerationCompa
         raise SequenceError("the prompt has 0 tokens (limit 1). Give a prompt with text")
     if lm.max_tokens is not None and total > lm.max_tokens:
         raise SequenceError(
-            f"prompt of {len(task.prompt)} tokens and {task.max_new_tokens} new ones are {total} (limit"
+            f"prompt of {counted(len(task.prompt), 'token')} and {task.max_new_tokens} new ones are {total} (limit"
             f" {lm.max_tokens}, the model's context). Shorten the prompt, or lower `max_new_tokens`"
         )
     # The first passes of a process, and of each cache, are slow.

@@ -39,7 +39,7 @@ from headscan.runs.run_context import ModelContext
 from headscan.steps.damage_measurement import Measurement, read_prompts
 from headscan.steps.plan import Plan
 from headscan.store.verdict_limits import MIN_RETAINED, TAIL
-from headscan.text_tables import counted
+from headscan.text_tables import counted, percent
 from headscan.verdicts.paired import Interval, t_quantile
 from headscan.windows import KeptKeys, KvHead, Window
 
@@ -252,7 +252,7 @@ def _loss_words(measured: Mapping[str, Any], task: str, unit: str = "") -> str:
     low, high = measured["interval"].get(task, (-inf, inf))
     words = f"{task} {Interval(low, measured['loss_increase'][task], high).words(4, unit)}"
     left = measured["answers_left"].get(task)
-    return words if left is None else f"{words} with {left:.0%} of the right answer tokens left"
+    return words if left is None else f"{words} with {percent(round(left, 2))} of the right answer tokens left"
 
 
 def own_loss(plan: HeadPlan) -> str:

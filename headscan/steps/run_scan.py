@@ -47,7 +47,7 @@ def run_scan(config: Scan, run: Run) -> CorpusRunResult:
     )
     result = run_corpus(config, run, measurement, part=config.part)
     if nonfinite_rows := int(run.store.resolve_run(result.run_id, "scan")["nonfinite_rows"]):
-        run.say(f"{nonfinite_rows} rows of head_statistics hold values that came out as NaN or infinite: NULL there")
+        run.say(f"rows of head_statistics with NaN or infinite values, which are NULL there: {nonfinite_rows:,}")
     return result
 
 

@@ -37,7 +37,7 @@ from headscan.steps.sweep import Sweep
 from headscan.store.records import ArmKind
 from headscan.store.store import Store
 from headscan.store.verdict_limits import QUESTIONS_PER_TEXT, RECALL_SPLITS, identical_questions
-from headscan.text_tables import counted, html_text
+from headscan.text_tables import counted, html_text, percent
 from headscan.texts import CorpusReport, TokenSequence, shards
 from headscan.texts.sequences import hash_ids
 from headscan.texts.tasks import Questions
@@ -221,7 +221,7 @@ def _check_masks(config: Sweep, facts: ModelFacts) -> None:
     largest = max(config.distinct_shares)
     if config.mask_criteria and head_count(largest, total) >= total:
         raise InterventionError(
-            f"a mask of {largest:.0%} ablates all {total} heads of the model (limit {total - 1}). Use smaller "
+            f"a mask of {percent(largest)} ablates all {total} heads of the model (limit {total - 1}). Use smaller "
             "`shares`, or no `mask_criteria`"
         )
 

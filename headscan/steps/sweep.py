@@ -13,6 +13,7 @@ from headscan.settings.corpus_settings import CorpusSpec
 from headscan.settings.evaluation_settings import SCORE_SETS, MaskOrderOption, ReplacementConfig
 from headscan.steps.question_step import QuestionStep
 from headscan.steps.results import Result, arm_row, curve_row
+from headscan.text_tables import percent
 
 if TYPE_CHECKING:
     from headscan.runs.run_context import Run
@@ -156,14 +157,14 @@ def curves_text(curves: Sequence[Curve]) -> str:
         rows.append(
             {"score": curve.name, "kind": curve.kind}
             | {
-                f"{100 * share:g}%": f"{100 * points[share].accuracy:.1f} ({100 * points[share].ablated_share:.1f})"
+                percent(share): f"{100 * points[share].accuracy:.1f} ({100 * points[share].ablated_share:.1f})"
                 if share in points
                 else ""
                 for share in shares
             }
             | {
-                "within point %": round(100 * curve.share_within_point, 2),
-                "safe %": None if curve.safe_share is None else round(100 * curve.safe_share, 2),
+                "within point, %": round(100 * curve.share_within_point, 2),
+                "safe, %": None if curve.safe_share is None else round(100 * curve.safe_share, 2),
             }
         )
     if not rows:

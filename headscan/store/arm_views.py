@@ -25,6 +25,7 @@ from headscan.store.verdict_limits import (
     QUESTIONS_PER_TEXT,
     RECALL_SPLITS,
 )
+from headscan.text_tables import percent
 
 #: A curve reaches a nominal share if its measured share is at least this part of it: masks are rounded to whole heads,
 #: and the number of random heads varies.
@@ -211,7 +212,7 @@ ARM_VIEWS: dict[str, View] = {
             " is not corrected for the number of curves; sweep_confirmed is",
             "area": "mean accuracy over shares from 0 to area_upto, 0 to 1; NULL if the curve does not reach area_upto",
             "area_upto": "largest nominal share of heads, 0 to 1, that at least half of the run's curves reach (within"
-            f" {1 - _REACHED:.0%}; the area of a shorter curve ends with the curve)",
+            f" {percent(1 - _REACHED)}; the area of a shorter curve ends with the curve)",
         },
     ),
     "question_split": View(

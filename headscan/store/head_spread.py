@@ -19,6 +19,7 @@ from headscan.catalog import SCORES
 from headscan.store.scan_tables import HEAD_BINS, INACTIVE_QUANTILE, MOSTLY, POOL_BINS, SPAN, THRESHOLDS
 from headscan.store.site_rows import MeasureValues, SiteHeads, SiteRows, StoredMeasure
 from headscan.store.views import SUMMARISED, pool_quantile
+from headscan.text_tables import percent
 
 #: Most threads, each of which holds the values of a layer.
 _THREADS = min(8, os.cpu_count() or 1)
@@ -49,7 +50,7 @@ class Persistence:
 
     def words(self, heads: int) -> str:
         """Return the count with its share of ``heads``, the number of all heads, and its interval."""
-        text = f"{self.heads:,} of {heads:,} heads ({self.heads / heads:.1%})"
+        text = f"{self.heads:,} of {heads:,} heads ({percent(self.heads / heads)})"
         return text if self.low is None else f"{text} [{self.low:,}, {self.high:,}]"
 
 

@@ -9,6 +9,7 @@ from textwrap import dedent
 from typing import TYPE_CHECKING
 
 from headscan.catalog import PROFILES, RECALL_NAMES, STATISTICS
+from headscan.text_tables import percent
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -262,18 +263,19 @@ MEASURE_POOLS = Table(
     columns(f"""
         run_id site
         measure VARCHAR name of the score or statistic
-        low DOUBLE lower end of the histograms: the {SPAN[0]:.1%} quantile of the pool, or 0.5 below the only value
-        high DOUBLE upper end of the histograms: the {SPAN[1]:.1%} quantile of the pool, or 0.5 above the only value
+        low DOUBLE lower end of the histograms: the {percent(SPAN[0])} quantile of the pool, or 0.5 below the only value
+        high DOUBLE upper end of the histograms: the {percent(SPAN[1])} quantile of the pool, or 0.5 above the only
+            value
         histogram BIGINT[] number of values in each of {POOL_BINS} bins of one width between low and high; the
             outer bins also count the values beyond
         thresholds MAP(DOUBLE,DOUBLE)? by share of the pool ({", ".join(f"{share:g}" for share in THRESHOLDS)}), the
             value beyond which that share lies on the score's inactive side; NULL for statistics
-        inactive_heads INTEGER? number of heads beyond the {INACTIVE_QUANTILE:.0%} threshold in at least
-            {MOSTLY:.0%} of their sequences; NULL for statistics
+        inactive_heads INTEGER? number of heads beyond the {percent(INACTIVE_QUANTILE)} threshold in at least
+            {percent(MOSTLY)} of their sequences; NULL for statistics
         inactive_heads_low INTEGER? lower end of its 95 % interval (bootstrap of whole sequences with the
             threshold fixed); NULL for a single sequence
         inactive_heads_high INTEGER? upper end of the same interval
-        picks MAP(VARCHAR,BIGINT)? by score, the number of values beyond the {INACTIVE_QUANTILE:.0%} thresholds of
+        picks MAP(VARCHAR,BIGINT)? by score, the number of values beyond the {percent(INACTIVE_QUANTILE)} thresholds of
             both scores; NULL for statistics
     """),
 )

@@ -36,6 +36,7 @@ from headscan.store.macros import MACROS, TABLE_MACROS, macro_statements
 from headscan.store.scan_tables import HEAD, INACTIVE_QUANTILE, LAYER, RUN, SITE, View, comment_statements, literal
 from headscan.store.tables import ACCURACY, BLEU, EACH, FALSE_DISCOVERY_RATE, HEAD_EFFECTS, HIGHER_IS_BETTER, TABLES
 from headscan.store.verdict_limits import MARGIN
+from headscan.text_tables import percent
 
 #: Thresholds without a paper.
 OWN = "headscan"
@@ -488,8 +489,8 @@ _SUMMARIES: dict[str, View] = {
     "head_summary": View(
         _head_summary_sql(),
         "one row per head of a run: means of the scores and statistics over sequences; _std, _p10, _median and _p90;"
-        f" _inactive: share of sequences in which the head is beyond the {INACTIVE_QUANTILE:.0%} quantile of all heads"
-        " and sequences of the run at the same site",
+        f" _inactive: share of sequences in which the head is beyond the {percent(INACTIVE_QUANTILE)} quantile of all"
+        " heads and sequences of the run at the same site",
         {name: f"{text}; mean over sequences" for name, text in (_SCORE_COLUMNS | _STATISTIC_COLUMNS).items()},
     ),
     "head_profiles": View(
@@ -499,7 +500,7 @@ _SUMMARIES: dict[str, View] = {
     ),
     "positional_heads": View(
         _POSITIONAL_HEADS,
-        f"heads whose largest weight is at one offset for at least {POSITIONAL_SHARE:.0%} of queries, mean over"
+        f"heads whose largest weight is at one offset for at least {percent(POSITIONAL_SHARE)} of queries, mean over"
         " sequences (arXiv 1905.09418); key_offset is the key's position minus the query's",
     ),
     "behaviour_summary": View(

@@ -20,6 +20,7 @@ from headscan.steps.plan import PLAN_TOKENS, Plan
 from headscan.steps.prune.prune_step import Prune
 from headscan.store.verdict_limits import QUESTIONS_PER_TEXT
 from headscan.study.study_step import LONGEST_STUDY_TEXT, Study
+from headscan.text_tables import counted
 
 if TYPE_CHECKING:
     from headscan.sizing.forward_flops import ForwardFlops
@@ -161,7 +162,7 @@ def _prune_steps(
     questions = len(RECALL_FAMILIES) * IN_ALL / QUESTIONS_PER_TEXT * sum(lengths) / len(lengths)
     return f"{2 * half} texts of {tokens:,} tokens, one share, method damage", {
         "choice by damage": passes.damage * texts,
-        f"repair of {built} models": passes.repair * built * 2 * (texts + prompts),
+        f"repair of {counted(built, 'model')}": passes.repair * built * 2 * (texts + prompts),
         "held-out losses": 2 * (texts + prompts),
         f"recall questions, {1 + built} models": (1 + built) * questions,
     }

@@ -45,6 +45,7 @@ from headscan.study.study_engines import for_engine, kv_counts, plan_block, rece
 from headscan.study.study_step import FEWEST_STUDY_TEXTS, LONGEST_STUDY_TEXT, Study, StudyError, resumed, write_study
 from headscan.study.study_texts import StudyTexts, document_of, split_texts
 from headscan.study.study_time import TimedPass, decided, looks_of, measures_recall, study_seconds, time_pass
+from headscan.text_tables import counted, percent
 from headscan.texts import TokenConfig
 from headscan.texts.continuation_task import CONTINUATION, write_task
 from headscan.texts.held_out_text import HeldOutText, chunks
@@ -151,14 +152,14 @@ class _Study:
             write_study(record, known)
         else:
             run.say(
-                f"{record}: resuming with {known.questions:,} questions and"
+                f"{record}: resuming with {counted(known.questions, 'question')} and"
                 f" {known.recall_questions} of each recall task"
             )
             for line in clock.left(known.hours):
                 run.say(line)
         if (blocks := len(texts.judged_files)) < MIN_TEXTS_IN_LIMIT:
             run.say(
-                f"the texts that judge are of {blocks} documents or blocks of 20,000 characters (limit"
+                f"the texts that judge are of {counted(blocks, 'document')} or blocks of 20,000 characters (limit"
                 f" {MIN_TEXTS_IN_LIMIT}): no share can be shown to be safe. Give more text"
             )
         return cls(known, run, texts, tokens, clock)
@@ -343,15 +344,17 @@ class _Study:
             with at_work("verdicts"):
                 verdict = judge(self.run.store, run_id, baseline_alone=True)
             recall = f", {here.recall:,} of each recall task" * bool(here.recall)
-            self.run.say(f"look {first} of {len(looks)}: {here.questions:,} questions{recall}")
+            self.run.say(f"look {first} of {len(looks)}: {counted(here.questions, 'question')}{recall}")
             for kind in kinds:
                 judged[kind] = judge_shares(verdict, tried[kind].saving.tried, stopped)
                 last, number[kind] = judged[kind][-1], len(judged[kind]) - 1  # a resumed study has later shares, too
                 if last.look is not None and goes_on(verdict.by_name[last.name], looks, config.questions or 0):
                     look[kind] = last.look + 1
                     continue
-                on = f" on {last.questions:,} questions" * bool(last.questions)
-                self.run.say(f"{kind.name}, {last.share:.1%}{on}: {last.label}{f' ({last.why})' if last.why else ''}")
+                on = f" on {counted(last.questions, 'question')}" * bool(last.questions)
+                self.run.say(
+                    f"{kind.name}, {percent(last.share)}{on}: {last.label}{f' ({last.why})' if last.why else ''}"
+                )
                 number[kind], look[kind] = len(judged[kind]), 1
                 if last.outcome is not Outcome.SAFE or number[kind] == len(tried[kind].arms):
                     del number[kind], look[kind]

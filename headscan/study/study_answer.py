@@ -17,7 +17,7 @@ from headscan.runs.progress import time_text
 from headscan.settings.saving_settings import ENGINES, Engine
 from headscan.store.output_files import write_text
 from headscan.store.verdict_limits import limits_words
-from headscan.text_tables import html_text, plain, text_table
+from headscan.text_tables import counted, html_text, percent, plain, text_table
 from headscan.verdicts.arm_verdict import PROBABLY_LOSES, TOO_FEW_QUESTIONS, TOO_FEW_TEXTS, Outcome
 from headscan.verdicts.metrics import Increase, exceeds
 from headscan.verdicts.ordered_shares import ShareVerdict, largest_safe
@@ -101,7 +101,7 @@ class Saving:
             return ""
         name = self.safe.name
         parts = [
-            f"{what} {saved[name]:.1%}"
+            f"{what} {percent(saved[name])}"
             for what, saved in (("cache", self.cache_saved), ("weights", self.weights_saved))
             if name in saved
         ]
@@ -121,16 +121,16 @@ class Saving:
             rest = len(self.tried) - len(self.judged)
             return f"{rest} larger not asked" if rest else "all tried shares are safe"
         why = f"loses {failed.why}" if failed.outcome is Outcome.LOSES else f"{failed.label}: {failed.why}"
-        return f"{100 * failed.share:.3g}% {why}"
+        return f"{percent(failed.share)} {why}"
 
     def card(self) -> ReportAnswer:
         """Return the answer as the report shows it."""
         question, link = self.kind.question, self.kind.section
         shown = self.safe or next(iter(self.judged), None)
-        numbers = "" if shown is None else f" At {100 * shown.share:.3g}%: {_numbers(shown)}."
+        numbers = "" if shown is None else f" At {percent(shown.share)}: {_numbers(shown)}."
         if self.safe is not None:
             detail = f"{self.answer()}. Saves: {self.saves()}.{numbers} Next: {self.next()}."
-            headline = f"{self.safe.share:.1%} is {self.safe.label}"
+            headline = f"{percent(self.safe.share)} is {self.safe.label}"
             return ReportAnswer(question, headline, detail, "open" if self.safe.recall_unknown else "known", link)
         headline = "None shown to be safe"
         if shown is not None and shown.label in (TOO_FEW_QUESTIONS, TOO_FEW_TEXTS, PROBABLY_LOSES):
@@ -142,14 +142,16 @@ class Saving:
 
     def _size(self, share: ShareVerdict) -> str:
         by = f" by {self.criterion}" if self.criterion else ""
-        return f"{head_count(share.share, self.units)} of {self.units} {self.kind.unit} ({share.share:.1%}){by}"
+        return f"{head_count(share.share, self.units)} of {self.units} {self.kind.unit} ({percent(share.share)}){by}"
 
 
 def _numbers(share: ShareVerdict) -> str:
     """Return the changes of accuracy, loss and recall at a share, in words."""
     parts = [f"loss {share.loss.numbers()} nats per token"] if share.loss is not None else []
     if share.accuracy is not None:
-        parts.append(f"accuracy {share.accuracy.interval.words(1)} points on {share.accuracy.questions:,} questions")
+        parts.append(
+            f"accuracy {share.accuracy.interval.words(1)} points on {counted(share.accuracy.questions, 'question')}"
+        )
     if share.expected is not None:
         parts.append(f"expected accuracy {share.expected.interval.words(1)} points")
     parts += [f"{RECALL_FAMILIES[each.family].heading} {each.numbers()}" for each in share.recall]
@@ -195,8 +197,9 @@ class StudyAnswer:
             rows = [{"step": name, "about": time_text(seconds)} for name, seconds in self.steps.items()]
             return f"{text_table(rows)}\n\nnothing is kept: the same command without --dry-run runs these steps"
         head = (
-            f"{self.model} on {self.corpus}: {self.layers} layers, {self.heads} heads, judged on {self.questions:,}"
-            f" questions and {self.texts} texts of up to {self.tokens:,} tokens, in {time_text(self.seconds)}"
+            f"{self.model} on {self.corpus}: {counted(self.layers, 'layer')}, {counted(self.heads, 'head')}, judged on"
+            f" {counted(self.questions, 'question')} and {counted(self.texts, 'text')} of up to {self.tokens:,} tokens,"
+            f" in {time_text(self.seconds)}"
         )
         savings = [
             {
@@ -221,7 +224,7 @@ class StudyAnswer:
             "\n".join([f"{each.file}:", *command_lines(each.commands)]) for each in self.savings if each.commands
         ]
         own = [
-            f"{saving.kind.name} {100 * share:.3g}%, on the held-out prompts of its plan, in nats per token:"
+            f"{saving.kind.name} {percent(share)}, on the held-out prompts of its plan, in nats per token:"
             f" {saving.own_losses[name]}"
             for saving in self.savings
             for name, share in saving.tried
@@ -252,7 +255,7 @@ class StudyAnswer:
 
     def __repr__(self) -> str:
         savings = "; ".join(f"{each.kind.name}: {each.answer()}" for each in self.savings)
-        return f"StudyAnswer({self.model}, {self.questions:,} questions: {savings or 'a dry run'})"
+        return f"StudyAnswer({self.model}, {counted(self.questions, 'question')}: {savings or 'a dry run'})"
 
     def save(self, path: Path) -> None:
         """Write the answers as JSON."""
@@ -281,7 +284,7 @@ class StudyAnswer:
                 recall = {} if verdict is None else {each.family: each.numbers() for each in verdict.recall}
                 rows.append(
                     {
-                        "arm": f"{saving.kind.name} {100 * share:.3g}%",
+                        "arm": f"{saving.kind.name} {percent(share)}",
                         "heads": f"{head_count(share, saving.units)}",
                         "questions": f"{verdict.questions:,}" if verdict is not None and verdict.questions else "",
                         "accuracy": "" if paired is None else paired.interval.words(1),

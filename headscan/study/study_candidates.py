@@ -21,6 +21,7 @@ from headscan.store.verdict_limits import MIN_RETAINED
 from headscan.study.study_answer import ABLATED, CACHED, REMOVED, Saving, SavingKind
 from headscan.study.study_engines import Serving, heads_commands, model_commands, plan_commands, saved_by
 from headscan.study.study_step import Study
+from headscan.text_tables import percent
 from headscan.verdicts.curves import STUDY
 from headscan.verdicts.judge import judge
 from headscan.verdicts.metrics import read_losses
@@ -141,7 +142,7 @@ def best_criterion(run: Run, run_id: str, arms: Mapping[str, list[Arm]], max_los
             kept += 1
         mean = sum(losses[arm.name].difference for arm in of_one) / len(of_one)
         ranks[criterion] = (-kept, mean)
-        listed = ", ".join(f"{100 * (arm.share or 0):g}% {losses[arm.name].difference:+.3f}" for arm in of_one)
+        listed = ", ".join(f"{percent(arm.share)} {losses[arm.name].difference:+.3f}" for arm in of_one)
         run.say(f"{criterion}: loss {listed} nats per token; {kept} of {len(of_one)} shares keep loss and recall")
     best = min(ranks, key=lambda name: ranks[name])
     run.say(f"{best} ranks the heads")

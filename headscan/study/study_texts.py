@@ -16,6 +16,7 @@ from headscan.runs.model_identity import fingerprint
 from headscan.runs.progress import at_work
 from headscan.store.output_files import write_text
 from headscan.study.study_step import StudyError
+from headscan.text_tables import percent
 from headscan.texts import CorpusSpec, open_corpus
 from headscan.texts.drawing import Draw, blocks, content_key
 from headscan.texts.shared_runs import MOST_SHARED, RUN, SharedRuns
@@ -206,15 +207,15 @@ def _unshared(
     for part in parts:
         if not (part_of == part).any():
             raise StudyError(
-                f"every block of {corpus.name} that would {part} shares more than {MOST_SHARED:.0%} of its runs of"
+                f"every block of {corpus.name} that would {part} shares more than {percent(MOST_SHARED)} of its runs of"
                 f" {RUN} words with other blocks. Remove copies, or give other texts"
             )
     largest, moved = others[part_of == _JUDGE].max(), int((part_of != before).sum())
     # Copies in one part would count as texts of their own.
     is_copy = np.any([(part_of == part) & (runs.earlier(part_of == part) > _COPY) for part in parts], axis=0)
     notes = [
-        f"texts that judge share at most {largest:.1%} of their runs of {RUN} words with the other parts (limit"
-        f" {MOST_SHARED:.0%})",
+        f"texts that judge share at most {percent(largest)} of their runs of {RUN} words with the other parts (limit"
+        f" {percent(MOST_SHARED)})",
         f"blocks that shared more and measure instead: {moved} of {len(every)}" if moved else "",
         f"copies of blocks that are left out: {is_copy.sum()}" if is_copy.any() else "",
     ]
@@ -233,8 +234,8 @@ def _refuse_shared(
         raise StudyError(
             f"{len(sources)} of {len(judges)} documents of `judge`"
             f" ({judge.name}) share text with `corpus` ({corpus.name}): {every[int(shares.argmax())].source} has"
-            f" {worst:.0%} of its runs of {RUN} words there (limit {MOST_SHARED:.0%}). Remove them from one of the two,"
-            " or leave out `judge`"
+            f" {percent(worst)} of its runs of {RUN} words there (limit {percent(MOST_SHARED)}). Remove them from one"
+            " of the two, or leave out `judge`"
         )
 
 

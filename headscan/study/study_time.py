@@ -27,6 +27,7 @@ from headscan.study.study_step import (
     Study,
     StudyError,
 )
+from headscan.text_tables import percent
 from headscan.verdicts.looks import Look, planned_looks
 from headscan.verdicts.paired import shown_change
 
@@ -285,7 +286,7 @@ def _change_words(change: float, costs: QuestionCosts) -> str:
     """Return a change, as `shown_change` returns it, in words."""
     if costs.by_probability:
         return f"the probability of the right choice by up to {sqrt(change):.2f} (standard deviation)"
-    return f"up to {change:.1%} of the answers"
+    return f"up to {percent(change)} of the answers"
 
 
 def study_seconds(

@@ -203,7 +203,7 @@ def _open_folder(spec: CorpusSpec, path: Path) -> Corpus:
         raise CorpusError(
             f"folder {spec.name!r} has no file of a known type (text, source, JSON, parquet, CSV): {kinds}"
         )
-    count = "1 file" if len(files) == 1 else f"{len(files):,} files"
+    count = counted(len(files), "file")
     return _local(spec, f"folder {spec.name} ({count})", files, skipped)
 
 

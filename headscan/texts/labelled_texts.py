@@ -21,6 +21,7 @@ from headscan.models.model_facts import is_classifier
 from headscan.models.token_batches import pad
 from headscan.runs.model_identity import ModelIdentity, fingerprint
 from headscan.settings.corpus_settings import CorpusError, ExampleError, ExamplesSpec, longest_text
+from headscan.text_tables import counted
 from headscan.texts.documents import decoded
 from headscan.texts.drawing import draw_items
 
@@ -307,7 +308,7 @@ class LabelledTexts:
         """Return two halves, split by the hashes of texts: equal texts are in the same half."""
         order = {text: place for place, text in enumerate(sorted({text.document for text in self.texts}))}
         if len(order) < 2:
-            raise ExampleError(f"{self.spec.name} has {len(order)} different texts (limit 2). Add examples")
+            raise ExampleError(f"{self.spec.name} has {counted(len(order), 'different text')} (limit 2). Add examples")
         first, second = (tuple(t for t in self.texts if order[t.document] % 2 == half) for half in (0, 1))
         return first, second
 

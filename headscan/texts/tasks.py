@@ -22,6 +22,7 @@ from headscan.errors import HeadscanError, first_line
 from headscan.runs.model_identity import ModelIdentity
 from headscan.settings.evaluation_settings import HarnessError, RecallError, RecallQuestions, TaskConfig
 from headscan.store.tables import TABLES
+from headscan.text_tables import percent
 from headscan.texts import CorpusError
 from headscan.texts.drawing import draw_items
 from headscan.texts.example_questions import ExampleQuestions
@@ -333,9 +334,9 @@ class Tasks:
         ]
         shares = shares_with(questions, texts)
         return (
-            f"questions of {', '.join(self._config.names)} with more than {MOST_SHARED:.0%} of their runs of {RUN}"
+            f"questions of {', '.join(self._config.names)} with more than {percent(MOST_SHARED)} of their runs of {RUN}"
             f" words in {what}: {(shares > MOST_SHARED).sum():,} of {len(questions):,} (at most"
-            f" {shares.max(initial=0.0):.1%})"
+            f" {percent(shares.max(initial=0.0))})"
         )
 
     def results(self, adapter: HeadscanLM, responses: Mapping[str, LogLikelihood | str]) -> TaskResults:

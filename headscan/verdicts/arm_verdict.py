@@ -13,7 +13,7 @@ from headscan.errors import VerdictError
 from headscan.store.records import ArmKind, ArmRecord
 from headscan.store.tables import ACCURACY, BITS_PER_BYTE, LOSS
 from headscan.store.verdict_limits import MARGIN, MAX_LOSS, MIN_DOCUMENTS, points_words
-from headscan.text_tables import counted
+from headscan.text_tables import counted, percent
 from headscan.verdicts.controls import Controls, PrunedControls, loss_increase
 from headscan.verdicts.metrics import (
     RATES,
@@ -488,16 +488,16 @@ def _size(arm: ArmRecord) -> str:
     if arm.size is None:
         return ""
     if arm.kind.shrinks_cache:
-        return f" ({arm.size:.1%} of KV heads keep less)"
+        return f" ({percent(arm.size)} of KV heads keep less)"
     if not arm.kind.is_pruned:
-        return f" ({arm.size:.1%} of heads {REPLACED.get(arm.replacement or '', 'ablated')})"
+        return f" ({percent(arm.size)} of heads {REPLACED.get(arm.replacement or '', 'ablated')})"
     left = [
-        f"{share:.1%} of the {name}"
+        f"{percent(share)} of the {name}"
         for name, share in (("weights", arm.weights_left), ("KV cache", arm.cache_left))
         if share is not None
     ]
     remain = f"; {' and '.join(left)} remain" if left else ""
-    return f" ({arm.size:.1%} of heads removed{remain})"
+    return f" ({percent(arm.size)} of heads removed{remain})"
 
 
 def _sentences(verdict: ArmVerdict, name_missing_controls: bool) -> list[str]:
@@ -579,7 +579,8 @@ def _estimate(verdict: ArmVerdict) -> str:
     difference = verdict.judging.difference
     if round(difference, 2) >= 0:
         return ""
-    return f" (if it loses nothing; at the estimate, {difference:+.2f} points, {verdict.chance_of_safety:.0%} pass)"
+    passing = percent(round(verdict.chance_of_safety, 2))
+    return f" (if it loses nothing; at the estimate, {difference:+.2f} points, {passing} pass)"
 
 
 def _expected_points(verdict: ArmVerdict) -> str:

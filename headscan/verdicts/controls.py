@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from headscan.store.records import ArmKind, ArmRecord
 from headscan.store.tables import BITS_PER_BYTE, LOSS
-from headscan.text_tables import counted
+from headscan.text_tables import counted, percent
 from headscan.verdicts.metrics import Increase, TaskMetric
 from headscan.verdicts.paired import PairedDifference
 
@@ -151,7 +151,7 @@ class Controls:
             # A rule ablates another share than its quantile, so only the nominal share of the two is equal.
             size = "of its nominal share"
             if self.ablated_share is not None:
-                size += f" (they {'remove' if kind.is_pruned else 'ablate'} {self.ablated_share:.1%})"
+                size += f" (they {'remove' if kind.is_pruned else 'ablate'} {percent(self.ablated_share)})"
         count = len(self.arms)
         spread = f"{self.lowest:+.2f} to {self.highest:+.2f} points" if count > 1 else f"{self.mean:+.2f} points"
         controls = f"{counted(count, 'random choice')} {size}"
@@ -213,7 +213,7 @@ class PrunedControls:
         else:
             what = f"Dropping {counted(self.layers_dropped, 'whole attention layer')}"
             if self.ablated_share is not None:
-                what += f" ({self.ablated_share:.1%} of heads)"
+                what += f" ({percent(self.ablated_share)} of heads)"
         return f"{what} with the same repair: {', '.join(parts)}"
 
 

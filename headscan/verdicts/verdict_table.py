@@ -7,7 +7,7 @@ from html import escape
 
 from headscan.store.tables import ACCURACY, LOSS
 from headscan.store.verdict_limits import limits_words
-from headscan.text_tables import counted, html_table, text_table
+from headscan.text_tables import counted, html_table, percent, text_table
 from headscan.verdicts.arm_verdict import EXPECTED_ACCURACY, ArmVerdict
 
 
@@ -68,7 +68,7 @@ def _table_rows(arms: Sequence[ArmVerdict]) -> list[dict[str, str]]:
 
 def _arm_cells(verdict: ArmVerdict) -> dict[str, str]:
     """Return the cells of one arm by column; what was not measured has none."""
-    cells = {"arm": verdict.name, "heads": "" if (size := verdict.arm.size) is None else f"{size:.1%}"}
+    cells = {"arm": verdict.name, "heads": "" if (size := verdict.arm.size) is None else percent(size)}
     if (accuracy := verdict.value(ACCURACY)) is not None:
         cells["accuracy"] = accuracy.words(1)
     if (expected := verdict.value(EXPECTED_ACCURACY)) is not None:

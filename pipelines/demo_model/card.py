@@ -15,6 +15,7 @@ from training_files import TRAINING_PACKAGES
 import headscan
 from headscan.demo import MODEL_FOLDER
 from headscan.report.notebook_tables import StoreTables
+from headscan.text_tables import percent
 from headscan.texts import held_out_files
 
 _HEADS = {
@@ -38,7 +39,7 @@ def _front(training: dict[str, Any]) -> list[str]:
     arguments = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in recipe.items())
     history = [
         f"| {point['step']} | {point['tokens'] / 1e6:.1f} M | {point['train_loss']:.3f} | {point['loss']:.3f} "
-        f"| {point['accuracy']:.1%} | {point['first_token_weight_max']:.3f} |"
+        f"| {100 * point['accuracy']:.1f} % | {point['first_token_weight_max']:.3f} |"
         for point in training["history"]
     ]
     return [
@@ -63,11 +64,11 @@ def _front(training: dict[str, Any]) -> list[str]:
         "## Training",
         "",
         f"{recipe['steps']} steps of {recipe['batch']} x {recipe['context']} tokens ({last['tokens'] / 1e6:.1f} M),",
-        f"the first {recipe['short_share']:.0%} of them on sequences of half that length. Muon (learning rate",
+        f"the first {100 * recipe['short_share']:g} % of them on sequences of half that length. Muon (learning rate",
         f"{recipe['matrix_learning_rate']}) for the blocks' matrices, AdamW ({recipe['learning_rate']}) for the rest;",
-        f"warm-up {recipe['warmup']}, constant, linear decay over the last {recipe['decay_share']:.0%}; weight decay",
-        f"{recipe['weight_decay']}; bfloat16 autocast; seed {recipe['seed']}; {training['seconds'] / 60:.0f} minutes",
-        f"on 2 CPU cores shared with other work, torch {training['torch']}.",
+        f"warm-up {recipe['warmup']}, constant, linear decay over the last {100 * recipe['decay_share']:g} %;",
+        f"weight decay {recipe['weight_decay']}; bfloat16 autocast; seed {recipe['seed']};",
+        f"{training['seconds'] / 60:.0f} minutes on 2 CPU cores shared with other work, torch {training['torch']}.",
         "",
         f"    python pipelines/demo_model/train.py --out DIR --compile {arguments}",
         "",
@@ -107,8 +108,8 @@ def _ablation_cost(tables: StoreTables) -> list[str]:
         "| arm | heads ablated | accuracy | difference | 95 % interval |",
         "| :--- | ---: | ---: | ---: | :--- |",
         *(
-            f"| {arm.name} | {arm.arm.ablated_share or 0:.1%} | {arm.paired.arm:.1f} % | {arm.paired.difference:+.1f} "
-            f"| {arm.paired.low:+.1f} to {arm.paired.high:+.1f} |"
+            f"| {arm.name} | {percent(arm.arm.ablated_share or 0)} | {arm.paired.arm:.1f} % "
+            f"| {arm.paired.difference:+.1f} | {arm.paired.low:+.1f} to {arm.paired.high:+.1f} |"
             for arm in verdict.arms
         ),
     ]

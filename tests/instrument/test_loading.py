@@ -300,7 +300,7 @@ def test_quantised_projections_are_measured_by_what_they_compute() -> None:
     found = headscan.collect(lm, ids)["projected_output_norm"]
     torch.testing.assert_close(found[:, 1], 2 * expected[:, 1])
     projection.forward = lambda x: (8 * x).round() / 8 @ weight.T  # rounded inputs
-    message = r"o_proj, a Linear, differs from it by .* \(limit 0\.20%\)"
+    message = r"o_proj, a Linear, differs from it by .* \(limit 0\.2 %\)"
     with pytest.raises(UnsupportedModelError, match=message):
         headscan.collect(lm, ids, statistics=["projected_output_norm"])
     assert headscan.collect(lm, ids, statistics=["output_norm"])["output_norm"].isfinite().all()

@@ -45,7 +45,7 @@ def test_measured_objects_are_a_few_lines(lm: headscan.LoadedModel) -> None:
     with headscan.intervene(lm, half) as record:
         assert repr(record) == "InterventionRecord(before the first pass)"
         lm.model(input_ids=input_ids)
-    assert repr(record) == "InterventionRecord(1 sequence, 50.0% of heads ablated)"
+    assert repr(record) == "InterventionRecord(1 sequence, 50 % of heads ablated)"
     kept = headscan.KeptKeys.of([(0, 1, headscan.Window(4, 8))], dict.fromkeys(range(6), 4))
     cache = headscan.PlanCache(kept)
     assert repr(cache) == "PlanCache(6 layers, KeptKeys(1 of 24 KV heads keep (4, 8)), 0 tokens)"

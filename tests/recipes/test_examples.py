@@ -17,7 +17,7 @@ EXAMPLES = {
     "pipelines/scan_and_query.py": ("The least active heads:", "of its attention on the first token"),
     "pipelines/prune_and_reload.py": ("48 heads became 38", "--- smaller"),
     "analysis/one_scanned_row.py": ("48 rows of a sequence of ", "output_norm: row "),
-    "pipelines/own_ablation.py": ("12.5% of the heads ablated: one of 8 in each of 6 layers", "random worse"),
+    "pipelines/own_ablation.py": ("12.5 % of the heads ablated: one of 8 in each of 6 layers", "random worse"),
     "analysis/one_verdict.py": ("30 questions of 15 modules: the rule ablates ", "too few questions: needs about"),
     "pipelines/own_study.py": ("5. Evaluate: ablate heads", "model smaller"),
     "pipelines/plan_and_generate.py": ("12 of 24 KV heads keep 4 first and 60 last tokens", "--- plan"),

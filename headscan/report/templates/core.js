@@ -23,7 +23,7 @@ headscan.number = (value) => {
   return size >= 100 ? value.toFixed(1) : size >= 1 ? value.toFixed(3) : value.toFixed(4);
 };
 
-headscan.percent = (value) => (Number.isFinite(value) ? `${(100 * value).toFixed(1)} %` : "–");
+headscan.percent = (value) => (Number.isFinite(value) ? `${Number((100 * value).toPrecision(3))} %` : "–");
 
 headscan.element = (tag, text, attributes = {}) => {
   const made = document.createElement(tag);

@@ -19,7 +19,7 @@ from headscan.runs.progress import Progress
 from headscan.runs.run_context import ModelContext
 from headscan.settings.corpus_settings import SHORTEST
 from headscan.settings.saving_settings import PruneTexts, RecallPrompts
-from headscan.text_tables import counted
+from headscan.text_tables import counted, percent
 from headscan.texts import CorpusSpec, TokenSequence
 from headscan.texts.held_out_text import HeldOutText, chunks
 from headscan.texts.recall_tasks import RecallSeries, fixed_by, recall_series
@@ -82,14 +82,14 @@ def read_texts(
     }
     if not shares:
         raise PruningError(
-            f"every held-out text of {name} has more than {MOST_SHARED:.0%} of its runs of {RUN} words in the"
+            f"every held-out text of {name} has more than {percent(MOST_SHARED)} of its runs of {RUN} words in the"
             " calibration texts. Choose another corpus"
         )
     held_out = spread([text for text in judging if text.index in shares], half)
     largest = max(shares[text.index] for text in held_out)
     say(
         f"{_size(chosen)} of {config.corpus.name} choose and repair, {_size(held_out)} of {name} judge, which share at"
-        f" most {largest:.1%} of their runs of {RUN} words with these (limit {MOST_SHARED:.0%})"
+        f" most {percent(largest)} of their runs of {RUN} words with these (limit {percent(MOST_SHARED)})"
     )
     ids, lengths = pad([text.ids for text in chosen])
     calibration = CalibrationTexts(config.corpus.name, ids.numpy(), lengths.numpy(), half)

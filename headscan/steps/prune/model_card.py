@@ -10,6 +10,7 @@ from headscan.export.servable_model import command_lines, serving_commands
 from headscan.steps.prune.held_out_losses import loss_rows
 from headscan.steps.prune.model_costs import CostComparison
 from headscan.steps.prune.pruned_arms import BuiltModel, skipped_layers
+from headscan.text_tables import percent
 from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.controls import loss_increase
 from headscan.verdicts.judge import Verdict
@@ -43,7 +44,7 @@ def model_rows(built: Sequence[BuiltModel], names: Sequence[str], verdict: Verdi
     rows: list[Mapping[str, Any]] = []
     for each, name in zip(built, names, strict=True):
         row: dict[str, Any] = {
-            "share": f"{100 * each.share:.3g}%",
+            "share": percent(each.share),
             "method": each.method if each.seed is None else f"{each.method} {each.seed}",
             "heads": f"-{len(each.removed)}",
             "KV heads": f"-{each.costs.before.kv_heads - each.costs.after.kv_heads}",
@@ -52,8 +53,8 @@ def model_rows(built: Sequence[BuiltModel], names: Sequence[str], verdict: Verdi
             row |= _losses(outcomes[name])
         costs = each.costs
         row |= {
-            "weights": f"{costs.weights_left:.1%}",
-            "cache": "" if costs.cache_left is None else f"{costs.cache_left:.1%}",
+            "weights": percent(costs.weights_left),
+            "cache": "" if costs.cache_left is None else percent(costs.cache_left),
             "prefill": _times(costs.prefill_ratio),
             "token": _times(costs.token_ratio),
         }

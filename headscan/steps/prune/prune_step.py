@@ -18,6 +18,7 @@ from headscan.settings.saving_settings import PRUNE_METHODS, REPAIRS, KvCounts, 
 from headscan.steps.question_step import RECALL_GROUP, QuestionStep
 from headscan.steps.results import Result, arm_row
 from headscan.store.verdict_limits import MAX_LOSS
+from headscan.text_tables import percent
 
 if TYPE_CHECKING:
     from headscan.runs.model_identity import ModelIdentity
@@ -482,7 +483,7 @@ class Prune(QuestionStep["PruneResult"]):
         ]
         facts = {"run_id": None if verdict is None else verdict.run_id, "store": str(store.path)}
         forms = [
-            {"share": f"{100 * built.share:.3g}%", "method": built.method, **FormSize(**form).row()}
+            {"share": percent(built.share), "method": built.method, **FormSize(**form).row()}
             for built, row in zip(result.models, rows, strict=True)
             for form in row["forms"] or ()
         ]
@@ -512,7 +513,7 @@ def _prune_text(store: str, result: PruneResult, names: Sequence[str], forms: Se
     parts.append(
         text_table(
             [
-                {"share": f"{100 * built.share:.3g}%", "method": built.method, **row}
+                {"share": percent(built.share), "method": built.method, **row}
                 for built in own
                 for row in loss_rows(built.losses)
             ]

@@ -12,7 +12,7 @@ from headscan.errors import PruningError
 from headscan.grid import Head, HeadGrid, Unit, find_units
 from headscan.options import Count, Limits, check_limits
 from headscan.settings.saving_settings import KvCounts
-from headscan.text_tables import counted
+from headscan.text_tables import counted, percent
 
 if TYPE_CHECKING:
     from headscan.pruning.head_selection import Allowed
@@ -124,7 +124,7 @@ class ShareBudget(PruneBudget):
 
     @property
     def label(self) -> str:
-        return f"{100 * self.share:.3g}%"
+        return percent(self.share)
 
     @property
     def nominal_share(self) -> float:
@@ -216,8 +216,8 @@ def rounding_note(
     names: Mapping[str, str] = {"head": "heads", "group": "KV groups", "layer": "layers"}
     gone = sum(heads[0] in set(removed) for heads in units)
     return (
-        f"{share:.1%} of {total} heads are {share * total:.1f} heads; removed: {gone} of {len(units)} {names[unit]},"
-        f" with {counted(len(removed), 'head')} ({len(removed) / total:.1%})"
+        f"{percent(share)} of {total} heads are {share * total:.1f} heads; removed: {gone} of {len(units)}"
+        f" {names[unit]}, with {counted(len(removed), 'head')} ({percent(len(removed) / total)})"
         + (
             "; a layer's KV heads divide its query heads, so the share can be less by up to one step"
             if kv_counts == "divisors"

@@ -9,7 +9,7 @@ from itertools import chain
 
 from headscan.catalog import RANDOM
 from headscan.store.tables import ACCURACY, BLEU, LOSS
-from headscan.text_tables import counted, text_table
+from headscan.text_tables import counted, percent, text_table
 from headscan.verdicts.arm_verdict import ArmVerdict
 from headscan.verdicts.controls import loss_increase
 from headscan.verdicts.criterion_points import ALL_SITES, Agreement, CriterionPoint, SitePoint, agreements, by_curve
@@ -71,7 +71,7 @@ def referee_text(losses: Sequence[CriterionLoss]) -> str:
         title += f" {_heads_of(site)}" * (len(sites) > 1)
         table = [
             {"criterion": criterion}
-            | {f"{100 * share:g}%": _cell(at[share], digits) if share in at else "" for share in shares}
+            | {percent(share): _cell(at[share], digits) if share in at else "" for share in shares}
             for criterion, at in curves.items()
         ]
         parts.append(f"{title}\n\n" + text_table(table))

@@ -102,7 +102,7 @@ def test_modules_that_do_not_multiply_by_their_weight_are_refused(kind: type[nn.
     new = kind(old.in_features, old.out_features, bias=False, **options).eval()
     new.weight = old.weight
     lm.model.model.layers[1].self_attn.o_proj = new.eval()
-    message = rf"model\.layers\.1\.self_attn\.o_proj, a {kind.__name__}, differs from it by .* \(limit 0\.20%\)"
+    message = rf"model\.layers\.1\.self_attn\.o_proj, a {kind.__name__}, differs from it by .* \(limit 0\.2 %\)"
     with pytest.raises(UnsupportedModelError, match=message):
         headscan.collect(lm, IDS, statistics=[NAME])
     with (

@@ -177,7 +177,7 @@ def test_numbers_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixtu
     fails(capsys, scan, "not finite in layer 0", "sequence 1 (document 1, ", "b.txt)", "--keep-nonfinite")
     for _ in range(2):  # a complete scan says it again
         assert main([*map(str, scan), "--keep-nonfinite"]) == 0
-        assert "18 rows of head_statistics hold values that came out as NaN or infinite" in capsys.readouterr().err
+        assert "with NaN or infinite values, which are NULL there: 18" in capsys.readouterr().err
     counts = Store(store).query(
         "select sequence, count(entropy) as n from head_statistics join runs using (run_id)"
         " where status = 'finished' group by all order by all"

@@ -14,6 +14,7 @@ import pytest
 
 from headscan.catalog import SCORES
 from headscan.cli import main
+from headscan.errors import HeadscanError
 from headscan.options import Option
 from headscan.settings.option_values import UsageError, options_of
 from tests.jobs.conftest import make_tokenizer
@@ -255,6 +256,28 @@ def given(option: Option) -> list[str]:
         least = max(step, int(option.least or 0))
         value = str(least + step * (option.default == least))
     return [flag, value]
+
+
+@pytest.mark.parametrize("verb", main.VERBS)
+def test_a_refusal_names_options_that_the_verb_has(verb: str) -> None:
+    """Numbers below their range, at its lower end and far above, which conflict with those of other options."""
+    every = options_of(main.verb_class(verb)).values()
+    has = {flag for option in every for flag in option.flags}
+    has |= {f"--no-{flag[2:]}" for flag in has} | {"--help", "--config-file"}
+    states = [shlex.split(words) for words in STATES.get(verb, ())][:2] or [first_example(verb)[1:]]
+    for option in every:
+        flag, kind = option.flags[0], option.field.kind
+        if kind not in (int, float) or not flag.startswith("--"):
+            continue
+        low = next((limit for limit in (option.least, option.above) if limit is not None), 0)
+        for value in (kind(low - 1), kind(low), kind(10**9)):
+            for words in states:
+                try:
+                    main.read_command([verb, *words, f"{flag}={value}"])
+                except HeadscanError as problem:
+                    line = str(problem).replace(f"`headscan {verb} --help`", "")
+                    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", line)) <= has, line
+                    assert not re.search("`[a-z_]+(=[^`]*)?`", line), line
 
 
 @pytest.mark.parametrize(("verb", "option"), list(conditional_options()))

@@ -24,6 +24,7 @@ from headscan.runs.model_identity import identify
 from headscan.steps import run_generate as pipeline
 from headscan.steps.generate import Generate
 from headscan.steps.run_generate import Generated, GenerationTask, compare_generation
+from headscan.text_tables import percent
 from tests.instrument.kv.cache_plans import NARROW, random_plan
 from tests.jobs.cli.test_cli import fails
 from tests.jobs.conftest import TEXTS, make_tokenizer
@@ -67,14 +68,14 @@ def test_both_texts_are_printed_with_their_costs(
         printed.append(capsys.readouterr().out)
         head, *written = re.split(r"\n--- (?:full cache|plan)\n", printed[-1])
         lines = head.splitlines()
-        assert lines[0] == f"prompt of {len(ids)} tokens, {NEW} new ones"
+        assert lines[0] == f"prompt of {len(ids)} tokens, {NEW} new"
         for line, name, size in zip(lines[2:4], ("full cache ", "plan       "), held, strict=True):
             assert re.fullmatch(
                 re.escape(f"{name}{format_bytes(size)} of KV cache, ")
                 + r"\d+\.\d\d s to the first token, \d+\.\d ms per token",
                 line,
             )
-        assert lines[4] == f"the plan's cache has {held[1] / held[0]:.1%} of the bytes"
+        assert lines[4] == f"the plan's cache has {percent(held[1] / held[0])} of the bytes"
         assert lines[5] == f"the texts differ from token {different + 1} on"
         assert len(written) == 2 and written[0] != written[1]
         assert written[0].strip() and printed[-1].split("--- full")[1] == printed[0].split("--- full")[1]
@@ -127,7 +128,7 @@ def test_a_plan_of_full_heads_writes_the_same_text(
     path = plan_for(model, 0).save(tmp_path / "p.json")
     assert main(command(spec, path, prompt)) == 0
     out = capsys.readouterr().out
-    assert "the texts are equal\n" in out and "has 100.0% of the bytes" in out
+    assert "the texts are equal\n" in out and "has 100 % of the bytes" in out
     _, full, planned = re.split(r"\n--- (?:full cache|plan)\n", out)
     assert full.strip() == planned.strip() != ""
 

@@ -282,7 +282,7 @@ def test_the_command_prints_what_the_engine_saves(tmp_path: Path, capsys: pytest
     assert rows["original"][1:5] == ["18", "18", "3", "576"]
     assert rows["this model"][2:6] == ["14", "14", "3", "448"]
     assert rows["served"][1:5] == ["18", "15", "3", "480"]
-    assert "saved in the engine: 16.7% of the KV cache, " in out
+    assert "saved in the engine: 16.7 % of the KV cache, " in out
     # A head has 2 * 8 * 48 numbers as a query head, and as many as a KV head.
     assert "padding with zeros gives back 32 KV bytes per token and 3,840 parameters" in out
     assert f"vllm serve {tmp_path / 'served'} --trust-remote-code" in out

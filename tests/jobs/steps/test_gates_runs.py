@@ -94,7 +94,7 @@ def test_heads_that_the_fit_keeps_open_are_named(config: Gates, store: Store) ->
     said: list[str] = []
     slow = replace(config, fit=replace(config.fit, share=0.8, steps=10, rate=0.01), two_sided=False)
     result = run(slow, store, said.append)
-    assert "fewer than 80% of the gates are closed after 10 steps; more steps follow" in said
+    assert "fewer than 80 % of the gates are closed after 10 steps; more steps follow" in said
     closed, is_open = (sum(row["closed"] and row["gate"] > least for row in rows(store)) for least in (-1.0, 0.5))
     assert is_open and len(store.mask(result.mask).heads) == closed
     assert (

@@ -177,7 +177,7 @@ def test_a_plan_is_condemned_by_what_its_held_out_prompts_show(
     plan: Any = SimpleNamespace(validation=measured)
     assert bool(shown_loss(plan, 0.05)) == lost
     if lost and left:
-        words = "copying +0.7600 nats per token [+0.3000, +1.2000] with 71% of the right answer tokens left"
+        words = "copying +0.7600 nats per token [+0.3000, +1.2000] with 71 % of the right answer tokens left"
         assert shown_loss(plan, 0.05) == words
     assert shown_loss(SimpleNamespace(validation=None), 0.05) == ""  # type: ignore[arg-type]
 

@@ -266,7 +266,7 @@ def test_numbers_that_are_not_finite_are_kept_as_null(config: Scan, store: Store
     # Means over what there is, and no more.
     means = store.query("select layer, head, output_norm from head_summary order by all").to_pylist()
     assert all((row["output_norm"] is None) == (seen["norms"] == 0) for row, seen in zip(means, measured, strict=True))
-    message = f"{wrong} rows of head_statistics hold values that came out as NaN or infinite: NULL there"
+    message = f"rows of head_statistics with NaN or infinite values, which are NULL there: {wrong}"
     assert lines[-1] == message
     lines.clear()
     again = run(keeping, store, refuse, say=lines.append)

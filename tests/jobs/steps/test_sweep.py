@@ -308,7 +308,7 @@ def test_a_sweep_that_cannot_be_is_refused(
 
 def test_masks_of_all_heads_are_refused_before_anything_is_recorded(config: Sweep, tmp_path: Path) -> None:
     store, pool = Store(tmp_path / "s.duckdb"), InProcessPool(config.model, THREADS)
-    with pytest.raises(InterventionError, match="a mask of 99% ablates all 18 heads of the model"):
+    with pytest.raises(InterventionError, match="a mask of 99 % ablates all 18 heads of the model"):
         run_sweep(dataclasses.replace(config, shares=(0.1, 0.99)), run_on(pool, store))
     with pytest.raises(InterventionError, match=r"ablates all 18 heads of the model \(limit 17\). Use fewer heads"):
         run_evaluation(config, run_on(pool, store), [BASELINE, mask_arm([divmod(n, 6) for n in range(18)])])

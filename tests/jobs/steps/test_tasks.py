@@ -221,8 +221,8 @@ def test_questions_that_are_in_the_texts_are_counted(tmp_path: Path) -> None:
     ]
     line = tasks.overlap(texts, "the texts that measure")
     assert line == (
-        "questions of own with more than 5% of their runs of 20 words in the texts that measure: 2 of 30"
-        " (at most 95.3%)"
+        "questions of own with more than 5 % of their runs of 20 words in the texts that measure: 2 of 30"
+        " (at most 95.3 %)"
     )
     assert ": 0 of 30 (" in tasks.overlap([], "no text")
 

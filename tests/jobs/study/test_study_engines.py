@@ -28,6 +28,7 @@ from headscan.study.study_answer import StudyAnswer
 from headscan.study.study_candidates import Candidates, ablations, caches, mask_arms, removals
 from headscan.study.study_engines import for_engine, plan_block, recent_tokens, removed_shares, saved_by
 from headscan.study.study_step import Study, StudyError
+from headscan.text_tables import percent
 from headscan.texts import CorpusSpec
 from headscan.verdicts.metrics import Increase
 from headscan.verdicts.ordered_shares import Outcome, ShareVerdict
@@ -164,8 +165,8 @@ def test_the_answer_says_what_is_saved_and_how_each_file_is_served(
     assert gone.tried == ((found[2].arms[0].name, 4 / 48),)
     assert heads.saves() == "nothing by itself"
     # 2 of 24 KV heads keep 2 of 6 blocks.
-    assert cache.saves() == f"cache {2 / 24 * 4 / 6:.1%}, {1 / (1 - 2 / 24 * 4 / 6):.2f} times the tokens"
-    assert gone.saves().startswith("cache 8.3%, weights 0.6%, 1.09 times the tokens")
+    assert cache.saves() == f"cache {percent(2 / 24 * 4 / 6)}, {1 / (1 - 2 / 24 * 4 / 6):.2f} times the tokens"
+    assert gone.saves().startswith("cache 8.33 %, weights 0.61 %, 1.09 times the tokens")
     losses = {each.judged[0].name: each.judged[0].loss for each in savings}
     answer = StudyAnswer("demo", "c", 6, 48, 9, 9, 192, 0.05, 1.0, savings, losses, "r", "s", 1.0, engine="vllm")  # type: ignore[arg-type]
     text = str(answer)
@@ -191,7 +192,7 @@ def test_the_answer_says_what_is_saved_and_how_each_file_is_served(
             assert str(read_command(words[1:]).step.plan) == "my study/head_plan.json"
         else:
             assert main(words[1:]) == 0
-            assert "saved in the engine: 8.3% of the KV cache" in capsys.readouterr().out
+            assert "saved in the engine: 8.33 % of the KV cache" in capsys.readouterr().out
     served = [words for words in others if words[0] == "vllm"]
     assert served[0][2] == SPEC.folder and served[0][3:5] == ["--block-size", "32"]
     assert served[1] == ["vllm", "serve", "my study/a-served", "--trust-remote-code"]

@@ -68,8 +68,8 @@ def test_the_section_lists_plans_and_escapes_their_names(evaluation: tuple[Store
     assert "KV cache left at 30,000 tokens" in html  # the length nearest to 32k that all plans have
     rows = html.split("<table>")[1].split("<tr>")[2:]
     assert len(rows) == 3  # random plans are in the chart only, and masks are no plans
-    assert "&lt;script&gt;" in rows[0] and "61.0%" in rows[0]
-    assert "31.0%" in rows[1] and "61.0%" in rows[2]
+    assert "&lt;script&gt;" in rows[0] and "61 %" in rows[0]
+    assert "31 %" in rows[1] and "61 %" in rows[2]
 
 
 def test_the_answer_says_of_how_many_plans_the_shown_one_is_the_best(evaluate: Evaluate) -> None:
@@ -121,7 +121,7 @@ def test_plans_by_layer_are_a_line_and_rows_of_their_own(evaluate: Evaluate) -> 
     html = section_of(store, run_id)
     assert html is not None
     rows = html.split("<table>")[1].split("<tr>")[2:]
-    assert len(rows) == 2 and all("61.0%" in row for row in rows) and "measured by layer 50%" in rows[1]
+    assert len(rows) == 2 and all("61 %" in row for row in rows) and "measured by layer 50%" in rows[1]
     assert '"name":"measured, forward"' in html and '"name":"measured by layer, forward"' in html
 
 

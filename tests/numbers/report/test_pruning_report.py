@@ -115,8 +115,8 @@ def test_the_map_shows_from_which_share_a_head_goes(evaluation: tuple[Store, dic
     figure = removed_map(chosen, dict.fromkeys(range(LAYERS), HEADS), "map")
     (cells,) = [trace for trace in figure.data if trace.type == "heatmap"]
     assert cells.z.tolist() == [[2, 0, 1, 2], [1, 2, 2, 2], [1, 2, 2, 0]]
-    assert cells.hovertext[0][2] == "layer 0, head 2<br>removed from 41.7%"
-    assert [trace.name for trace in figure.data[1:]] == ["removed from 16.7%", "removed from 41.7%", "stays"]
+    assert cells.hovertext[0][2] == "layer 0, head 2<br>removed from 41.7 %"
+    assert [trace.name for trace in figure.data[1:]] == ["removed from 16.7 %", "removed from 41.7 %", "stays"]
 
 
 def test_models_of_another_repair_have_a_curve_of_their_own(evaluation: tuple[Store, dict[str, Any], Verdict]) -> None:

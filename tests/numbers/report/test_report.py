@@ -236,7 +236,7 @@ def test_profiles_are_drawn_by_layer(tmp_path: Path) -> None:
     bars, distances = figure.data
     assert list(bars.y) == list(distances.y) == ["0", "1", "2"]
     assert list(bars.x) == pytest.approx([0, 3 / HEADS, 1 / HEADS])
-    assert "head 3: offset -1 in 100% of queries" in bars.hovertext[1]
+    assert "head 3: offset -1 in 100 % of queries" in bars.hovertext[1]
     # Bins beyond the longest distance are left out.
     np.testing.assert_allclose(np.array(distances.z, dtype=float), np.eye(LAYERS), atol=1e-7)
     assert list(distances.x) == ["0", "1", "2-3"]
@@ -244,7 +244,7 @@ def test_profiles_are_drawn_by_layer(tmp_path: Path) -> None:
     reader.feed(write_report(store, tmp_path / "r.html", scan_run=run_id, scores=()).read_text("utf-8"))
     assert "Where heads look" in reader.text and "4 at offset -1." in reader.text
     for layer, head in ((1, 0), (1, 3), (1, 7), (2, 5)):
-        assert re.search(rf"self\s*{layer}\s*{head}\s*-1\s*100.0%", reader.text)
+        assert re.search(rf"self\s*{layer}\s*{head}\s*-1\s*100 %", reader.text)
 
 
 @pytest.mark.parametrize(("measured", "drawn"), [("argmax_offsets", "bar"), ("mass_by_distance", "heatmap")])

@@ -19,6 +19,7 @@ from headscan.report.profile_charts import overlap_figure
 from headscan.report.share_chart import BEST_COLOURS, curves_figure, point_text
 from headscan.report.write_report import write_report
 from headscan.store.store import Store
+from headscan.text_tables import percent
 from headscan.verdicts.confirmation import judge_sweep, record_confirmation
 from headscan.verdicts.curves import Curve, is_sweep, read_curves
 from headscan.verdicts.judge import Verdict, judge
@@ -120,7 +121,7 @@ def test_the_best_scores_have_colours_and_bands(rules: list[Curve]) -> None:
 def test_hover_text_describes_a_point(rules: list[Curve]) -> None:
     point = rules[1].points[2]
     text = point_text(rules[1], point)
-    assert text.startswith("first_token_weight_ln, rule of 0.1<br>7.9% of heads ablated")
+    assert text.startswith("first_token_weight_ln, rule of 0.1<br>7.9 % of heads ablated")
     assert f"{100 * point.difference:+.2f} points [{100 * point.low:+.2f}, {100 * point.high:+.2f}]" in text
     assert "seeds" not in text
     chance = rules[-1].points[2]
@@ -140,22 +141,22 @@ def test_the_two_shares_are_grouped_bars(rules: list[Curve]) -> None:
     assert figure.layout.yaxis.autorange == "reversed"
     assert figure.layout.width <= PAGE
     # A curve that never falls only says what it reaches; one that falls at once lets nothing go.
-    for share, text in ((rules[0].reach, "≥ 15.0%"), (0.149, "14.9%"), (0.0, "0.0%")):
+    for share, text in ((rules[0].reach, "≥ 15 %"), (0.149, "14.9 %"), (0.0, "0 %")):
         assert within_point_text(replace(rules[0], share_within_point=share)) == text
 
 
 def test_a_missing_safe_share_has_a_reason(rules: list[Curve]) -> None:
     first = rules[0]
     kept = replace(first, points=tuple(point._replace(recall_lost=False) for point in first.points))
-    assert safe_text(replace(kept, safe_share=0.0375)) == "3.8%"
+    assert safe_text(replace(kept, safe_share=0.0375)) == "3.75 %"
     unknown = replace(kept, safe_share=None)
     assert safe_text(unknown) == "too few questions or correct answers" and not unknown.stopped_by_recall
     points = (*kept.points[:2], *(point._replace(recall_lost=True) for point in kept.points[2:]))
     stopped = replace(kept, points=points, safe_share=points[1].ablated_share)
     assert stopped.recall_lost_at == points[2].ablated_share
-    assert safe_text(stopped) == f"{points[1].ablated_share:.1%}, then recall is lost"
+    assert safe_text(stopped) == f"{percent(points[1].ablated_share)}, then recall is lost"
     # What the benchmark stops before is not blamed on recall.
-    assert safe_text(replace(stopped, safe_share=0.01)) == "1.0%"
+    assert safe_text(replace(stopped, safe_share=0.01)) == "1 %"
     bars = shares_figure([unknown, stopped]).data[1]
     assert list(bars.x) == [0.0, pytest.approx(100 * points[1].ablated_share)]
     assert list(bars.text) == ["too few questions or correct answers", safe_text(stopped)]
@@ -284,7 +285,7 @@ def test_an_evaluation_without_right_answers_is_reported_in_words(evaluate: Call
     tasks, nothing = np.array(["text"] * 5), np.full(5, np.nan)
     store, run_id = evaluate(tasks, {"baseline": ("baseline", nothing, 0.0, {}), "ten": ("mask", nothing, 0.1, {})})
     html = arms_section(store, store.resolve_run(run_id, "evaluate"), judge(store, run_id))
-    assert "no accuracy to compare" in html and "ten (10.0% of heads ablated)" in html
+    assert "no accuracy to compare" in html and "ten (10 % of heads ablated)" in html
     assert "plotly" not in html.lower()
 
 

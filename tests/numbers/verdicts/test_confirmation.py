@@ -321,7 +321,7 @@ def test_the_judging_part_does_not_select(harmed: Callable[[str], tuple[Store, s
     assert str(choice) == choice.sentence()
     assert str(choice).startswith(
         "Best of 6 masks, selected on 1,000 questions and judged on 1,000 others by intervals widened for the 2 arms"
-        f" that they have judged: {choice.verdict.name} (5.0%"
+        f" that they have judged: {choice.verdict.name} (5 %"
     )
 
 

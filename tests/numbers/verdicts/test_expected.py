@@ -144,8 +144,8 @@ def test_the_needed_questions_are_named_with_their_chance_at_the_estimate() -> N
     assert kept.why.startswith("needs about 2,4") and "estimate" not in kept.why
     assert (kept.label, half.label, lost.label) == ("too few questions", "too few questions", "probably loses")
     assert half.chance_of_safety == pytest.approx(0.29, abs=0.01) and lost.chance_of_safety < 0.02
-    assert "questions (if it loses nothing; at the estimate, -0.50 points, 29% pass)" in half.why
-    assert lost.outcome is Outcome.NOT_SHOWN and "-1.07 points, 2% pass" in lost.why
+    assert "questions (if it loses nothing; at the estimate, -0.50 points, 29 % pass)" in half.why
+    assert lost.outcome is Outcome.NOT_SHOWN and "-1.07 points, 2 % pass" in lost.why
 
 
 @pytest.mark.slow

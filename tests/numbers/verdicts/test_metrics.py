@@ -169,11 +169,10 @@ def test_a_pruned_model_names_its_size_and_its_controls(tmp_path: Any) -> None:
     assert arm.is_safe
     words = arm.sentence()
     assert words.startswith(
-        "pruned 40% (0.0% of heads removed; 88.0% of the weights and 58.0% of the KV cache remain): safe within"
-        " one point"
+        "pruned 40% (0 % of heads removed; 88 % of the weights and 58 % of the KV cache remain): safe within one point"
     )
     assert "Of 1 random choice with as many heads and the same repair, 1 loses more accuracy (-10.00" in words
-    assert "Dropping 2 whole attention layers (0.0% of heads) with the same repair: -3.40 points [-4." in words
+    assert "Dropping 2 whole attention layers (0 % of heads) with the same repair: -3.40 points [-4." in words
     assert "loss +0.141" in words and "Random heads with the same repair: loss +0.500" in words
     assert arm.controls is not None and arm.controls.arms == ("random",)
     assert "Measured text loss: 2.05 against 2: +0.050" in words
@@ -300,5 +299,5 @@ def test_without_right_answers_the_controls_are_compared_by_loss(tmp_path: Any) 
     store = Store(tmp_path / "s.duckdb")
     (sentence,) = judge(store, write(store, arms, benchmark=False)).sentences()
     assert "no task has right answers to count" in sentence
-    assert "Dropping 1 whole attention layer (0.0% of heads) with the same repair: loss +0.141" in sentence
+    assert "Dropping 1 whole attention layer (0 % of heads) with the same repair: loss +0.141" in sentence
     assert "Random heads with the same repair: loss +0.3004 to +0.5004 nats per token" in sentence

@@ -76,5 +76,5 @@ def test_the_verdict_on_a_plan_speaks_of_kv_heads(evaluate: Evaluate) -> None:
         "not safe: it loses more than one point",
     )
     for name, sentence, start in zip(losses, words, starts, strict=True):
-        assert sentence.startswith(f"plan {name}, decode (50.0% of KV heads keep less): {start}")
+        assert sentence.startswith(f"plan {name}, decode (50 % of KV heads keep less): {start}")
         assert "ablated" not in sentence

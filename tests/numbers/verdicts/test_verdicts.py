@@ -68,7 +68,7 @@ def test_a_verdict_follows_the_interval_and_the_controls(evaluate: Evaluate) -> 
     words = verdict.sentences()
     assert [w.split(" ")[0] for w in words] == ["harmless", "unclear", "costly"]
     assert words[0] == (
-        "harmless (10.0% of heads ablated): safe within one point; recall is unknown. Accuracy 74.80 % against"
+        "harmless (10 % of heads ablated): safe within one point; recall is unknown. Accuracy 74.80 % against"
         " 75.00 % on 1,000 questions: -0.20 points [-0.72, +0.23], p = 0.5. Worst of 2 tasks and groups, with an"
         " interval widened for their number: b: -0.40 points [-1.62, +0.61]; the smallest, of 500 questions, shows"
         " losses from about 4 points. Recall was not tested. Of 2 random choices with"
@@ -92,7 +92,7 @@ def test_a_task_that_is_lost_fails_an_arm_whose_pooled_accuracy_is_kept(evaluate
     assert not ten.keeps_accuracy and not ten.is_safe
     (lost,) = ten.tasks_lost
     assert lost.task == "gsm8k" and lost.paired.difference == pytest.approx(-8.04, abs=0.01)
-    assert "ten (10.0% of heads ablated): not safe: it loses more than one point in gsm8k. Accuracy" in (ten.sentence())
+    assert "ten (10 % of heads ablated): not safe: it loses more than one point in gsm8k. Accuracy" in (ten.sentence())
     assert "Worst of 2 tasks and groups, with an interval widened for their number: gsm8k: -8.04 points [-9." in (
         ten.sentence()
     )
@@ -140,7 +140,7 @@ def test_controls_of_the_same_nominal_share_come_first(evaluate: Evaluate) -> No
     )
     rule, by_size, without = judge(store, run_id).arms[:3]
     assert rule.controls is not None and rule.controls.arms == ("random rule",)
-    assert "Of 1 random choice of its nominal share (they ablate 10.1%), 1 loses more accuracy" in rule.sentence()
+    assert "Of 1 random choice of its nominal share (they ablate 10.1 %), 1 loses more accuracy" in rule.sentence()
     assert by_size.controls is not None and by_size.controls.arms == ("random rule of 5",)
     assert "with as many heads, 1 loses more accuracy (-5.00" in by_size.sentence()
     assert without.controls is None and without.sentence().endswith(". No random control with as many heads.")
@@ -360,7 +360,7 @@ def test_perplexity_alone_has_no_accuracy(tmp_path: Path) -> None:
     verdict = judge(store, run_id)
     assert verdict.arms == () and [arm.accuracy for arm in verdict.finished] == [None]
     assert verdict.sentences() == [
-        "ten (10.0% of heads ablated): no task has right answers to count. Measured wikitext word_perplexity: 23.12"
+        "ten (10 % of heads ablated): no task has right answers to count. Measured wikitext word_perplexity: 23.12"
         " against 20.4. Recall was not tested."
     ]
 
@@ -478,7 +478,7 @@ def test_the_table_of_a_terminal_has_the_numbers_and_says_what_is_missing(evalua
     verdict = judge(*evaluate(TASKS, arms))
     text = str(verdict)
     assert text.startswith("whole model: accuracy 75.0 % on 1,000 questions, recall was not asked, so it may be lost")
-    rows = {line.split()[0]: line for line in text.splitlines() if "10.0%" in line}
+    rows = {line.split()[0]: line for line in text.splitlines() if "10 %" in line}
     assert set(rows) == {"harmful", "close", "harmless"}
     by_name = {arm.name: arm for arm in verdict.arms}
     for name, line in rows.items():
@@ -497,6 +497,6 @@ def test_the_table_of_a_terminal_has_the_numbers_and_says_what_is_missing(evalua
     assert str(unfinished) == f"5 of 6 arms finished\n\n{text}"
     html = unfinished._repr_html_()
     assert html.startswith(f"<p>run {verdict.run_id}: 5 of 6 arms finished</p><p>whole model: accuracy 75.0 %")
-    assert html.count("<tr>") == 4 and "<td>harmful</td><td>10.0%</td>" in html
+    assert html.count("<tr>") == 4 and "<td>harmful</td><td>10 %</td>" in html
     assert "<br>harmless: recall is unknown: it was not asked<br><br>" in html and html.count("<td>random") == 1
     assert str(replace(verdict, finished=verdict.finished[-1:])) == "no arms but the baseline and controls"

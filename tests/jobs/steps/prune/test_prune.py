@@ -102,7 +102,7 @@ def test_heads_named_by_hand_go_without_repair(
     exports = re.findall(r"^headscan export (gguf|decilm) (\S+) --out", out, re.MULTILINE)
     assert exports == [("gguf", str(tmp_path / "smaller")), ("decilm", str(tmp_path / "smaller"))]
     card = (tmp_path / "smaller" / "README.md").read_text()
-    assert "Dropping 1 whole attention layer (33.3% of heads) with the same repair: " in card
+    assert "Dropping 1 whole attention layer (33.3 % of heads) with the same repair: " in card
     assert "Of 1 random choice with as many heads and the same repair" in card
     assert "headscan export gguf THIS_FOLDER --out" in card
     assert arms[1]["name"] in card and "- layer 2: 0, 3" in card and "import headscan" in card
@@ -116,9 +116,9 @@ def test_a_curve_shares_one_run_and_its_models_load_in_a_new_process(
     words = [*command, "--shares", "0.2,0.4", "--method", "damage,random", "--unit", "group"]
     assert main(words) == 0
     table = capsys.readouterr().out.partition("\n\n")[0].splitlines()
-    assert [line.split()[:2] for line in table[2:]] == [
-        ["20%", "damage"], ["20%", "random"], ["20%", "layer-drop"], ["20%", "random"],
-        ["40%", "damage"], ["40%", "random"], ["40%", "layer-drop"], ["40%", "random"],
+    assert [" ".join(line.split()[:3]) for line in table[2:]] == [
+        "20 % damage", "20 % random", "20 % layer-drop", "20 % random",
+        "40 % damage", "40 % random", "40 % layer-drop", "40 % random",
     ]  # fmt: skip
     folders = sorted(path.name for path in (tmp_path / "smaller").iterdir())
     assert folders == ["damage-0.2", "damage-0.4", "random-0.2", "random-0.4"]
@@ -219,7 +219,7 @@ def test_a_share_below_the_smallest_step_is_refused(
     words += ["--method", "random", "--skip-verdict", "--share"]
     assert main([*words, "0.1"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "10% with --kv-counts divisors removes 0 KV groups (limit 3, the smallest step of a layer)." in error
+    assert "10 % with --kv-counts divisors removes 0 KV groups (limit 3, the smallest step of a layer)." in error
 
 
 @pytest.mark.slow
@@ -326,12 +326,12 @@ def test_texts_that_judge_are_no_near_copies_of_those_that_choose(spec: ModelSpe
             (tmp_path / name / f"{number}.txt").write_text(text)
     corpora = {name: CorpusSpec(str(tmp_path / name)) for name in folders}
     config = PruneTexts(corpora["corpus"], corpora["copies"], sequences=24, max_tokens=200)
-    with pytest.raises(PruningError, match=r"every held-out text of .* has more than 5% of its runs"):
+    with pytest.raises(PruningError, match=r"every held-out text of .* has more than 5 % of its runs"):
         read_texts(config, identify(spec), 0)
     lines: list[str] = []
     _, held_out = read_texts(replace(config, held_out=corpora["mixed"]), identify(spec), 0, lines.append)
     assert {chunk.document for chunk in held_out.chunks} == {"10.txt", "11.txt"}
-    assert lines[0].endswith("which share at most 0.0% of their runs of 20 words with these (limit 5%)")
+    assert lines[0].endswith("which share at most 0 % of their runs of 20 words with these (limit 5 %)")
     # Near copies in one corpus, too: of each pair one half has a text, and the other none.
     for number, text in enumerate(folders["copies"]):
         (tmp_path / "corpus" / f"copy {number}.txt").write_text(text)

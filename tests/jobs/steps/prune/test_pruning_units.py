@@ -27,6 +27,7 @@ from headscan.steps.prune.pruning_units import (
     skipped_by,
 )
 from headscan.store.store import Store
+from headscan.text_tables import percent
 from tests.numbers.conftest import scan_record
 from tests.small_models import make_loaded, make_model
 
@@ -66,7 +67,7 @@ def test_shares_are_rounded_to_whole_units(grid: headscan.HeadGrid) -> None:
     budget = ShareBudget(1.4 / len(groups))
     removed = groups[0]
     note = rounding_note(budget, "group", groups, removed)
-    of_all = f"{len(removed)} heads ({len(removed) / total:.1%})"
+    of_all = f"{len(removed)} heads ({percent(len(removed) / total)})"
     assert note.endswith(f"removed: 1 of {len(groups)} KV groups, with {of_all}")
     short = rounding_note(budget, "group", groups, removed, "divisors")
     assert short == f"{note}; a layer's KV heads divide its query heads, so the share can be less by up to one step"
