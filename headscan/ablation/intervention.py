@@ -59,7 +59,7 @@ class InterventionRecord:
         if not self._ablated:
             return "InterventionRecord(before the first pass)"
         shares = self.ablated_shares
-        return f"InterventionRecord({counted(self._sequences, 'sequence')}, {percent(shares.mean())} of heads ablated)"
+        return f"InterventionRecord({counted(self._sequences, 'sequence')}, {percent(shares.mean().item())} of heads ablated)"
 
     @property
     def ablated(self) -> Tensor | None:

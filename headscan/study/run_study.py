@@ -152,7 +152,7 @@ class _Study:
             write_study(record, known)
         else:
             run.say(
-                f"{record}: resuming with {counted(known.questions, 'question')} and"
+                f"{record}: resuming with {counted(known.questions or 0, 'question')} and"
                 f" {known.recall_questions} of each recall task"
             )
             for line in clock.left(known.hours):
