@@ -58,8 +58,8 @@ class InterventionRecord:
     def __repr__(self) -> str:
         if not self._ablated:
             return "InterventionRecord(before the first pass)"
-        shares = self.ablated_shares
-        return f"InterventionRecord({counted(self._sequences, 'sequence')}, {percent(shares.mean().item())} of heads ablated)"
+        share = self.ablated_shares.mean().item()
+        return f"InterventionRecord({counted(self._sequences, 'sequence')}, {percent(share)} of heads ablated)"
 
     @property
     def ablated(self) -> Tensor | None:
