@@ -110,7 +110,7 @@ def test_every_public_name_is_in_the_tables_and_the_reference(monkeypatch: pytes
 @pytest.mark.slow
 def test_the_python_of_readme_and_api_runs_on_the_demo(tmp_path: Path) -> None:
     evaluate = "evaluate demo --store s.duckdb --heads 0:0 --limit 4 --no-recall"
-    plan = "plan --store s.duckdb --window-share 0.5"
+    plan = "plan --method distant_mass --store s.duckdb --window-share 0.5"
     for command in ("scan demo --store s.duckdb --limit-sequences 4", evaluate, plan):
         subprocess.run([sys.executable, "-m", "headscan", *command.split()], check=True, cwd=tmp_path, env=OFFLINE)
     write_task(tmp_path / "headscan-demo/task", held_out_files(), 40, name=CONTINUATION)
