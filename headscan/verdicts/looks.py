@@ -4,8 +4,8 @@ Answers that are read several times err more often than those that are read once
 first question, and their intervals are widened so that all of them together err in 2.5 %. Recall comes first, without
 other questions. Up to the questions of the first hours the error is spent as by O'Brien and Fleming (Biometrics 1979;
 spending function of Lan and DeMets, Biometrika 1983): hardly any of it early. If later hours may ask more, this takes
-half of the error, and every doubling of the questions takes an equal part of the other half; if the first hours ask
-none, all questions are theirs. A look that does not take place costs nothing more.
+half of the error, and every doubling of the questions takes an equal part of the other half. A look that does not take
+place costs nothing more.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import numpy as np
 
 from headscan.store.verdict_limits import TAIL, z_quantile
 
-#: Looks at the questions of the first hours, or at all if the first hours ask none.
-_LOOKS = 4
+#: Looks at the questions of the first hours; and doublings up to all questions if the first hours ask none, so that no
+#: error is spent on looks that are too small to show anything.
+_LOOKS, _DOUBLINGS = 4, 2
 #: Chance, 0 to 1, of being shown safe at the last look if the estimate is true, below which an arm is asked no more.
 _HOPELESS = 0.01
 #: Fewest questions that can end an arm so: of fewer, the estimate and its error vary too much.
@@ -51,17 +52,19 @@ def planned_looks(first: tuple[int, int], last: tuple[int, int], kinds: int = 1)
     ones, for several kinds of savings, which divide the error. All recall questions of the first hours are asked at the
     first look, and all others at the first one after the questions of the first hours.
     """
-    alpha, asked = TAIL / kinds, first[0] or last[0]
-    later = last[0] > asked
-    counts = sorted({asked * look // _LOOKS for look in range(1, _LOOKS + 1)} - {0})
-    spent = [_early(count / asked, alpha / 2 if later else alpha) for count in counts]
+    alpha, later = TAIL / kinds, last[0] > first[0]
+    counts, spent = list[int](), list[float]()
+    if first[0]:
+        counts = sorted({first[0] * look // _LOOKS for look in range(1, _LOOKS + 1)} - {0})
+        spent = [_early(count / first[0], alpha / 2 if later else alpha) for count in counts]
     if later:
-        doubled = (asked * 2**times for times in range(1, 40))
-        more = [*(count for count in doubled if count <= last[0] / 1.5), last[0]]
-        left = alpha - spent[-1]
-        spent += [alpha - left * (1 - log(count / asked) / log(last[0] / asked)) for count in more]
+        start = first[0] or last[0] / 2 ** (_DOUBLINGS + 1)
+        doubled = (start * 2**times for times in range(1, 40))
+        more = [*sorted({int(count) for count in doubled if 1 <= count <= last[0] / 1.5}), last[0]]
+        left = alpha - (spent[-1] if spent else 0.0)
+        spent += [alpha - left * (1 - log(count / start) / log(last[0] / start)) for count in more]
         counts += more
-    recall_comparisons = float(kinds * (2 if last[0] > first[0] and 0 < first[1] < last[1] else 1))
+    recall_comparisons = float(kinds * (2 if later and 0 < first[1] < last[1] else 1))
     looks = [Look(0, first[1], float(kinds), recall_comparisons)] if first[1] else []
     for count, quantile in zip(counts, spent_quantiles([count / last[0] for count in counts], spent), strict=True):
         comparisons = max(float(kinds), TAIL / (1 - NormalDist().cdf(quantile)))

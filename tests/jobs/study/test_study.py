@@ -42,7 +42,7 @@ from headscan.study.study_candidates import write_heads
 from headscan.study.study_clock import StudyClock
 from headscan.study.study_step import Study, StudyError, read_study, resumed, write_study
 from headscan.study.study_texts import _PARTS, document_of, split_texts
-from headscan.study.study_time import PassCosts, QuestionCosts, decided, study_seconds
+from headscan.study.study_time import PassCosts, QuestionCosts, decided, harmless_change, study_seconds
 from headscan.texts import CorpusSpec
 from headscan.texts.continuation_task import write_task
 from headscan.texts.tasks import Tasks
@@ -805,10 +805,11 @@ def test_the_first_lines_say_what_can_be_shown_and_what_would(tmp_path: Path) ->
     few = decided(open_study(tmp_path, hours=1, questions=300), 600.0, costs, lines.append)
     assert few.questions == 300 and "300 questions and " in lines[-1] and "cannot show" in lines[-1]
     assert "--max-points" in lines[-1] and "--shares none" in lines[-1]
-    of_choices = replace(costs, by_probability=True, enough=(1_100, 1_200))
-    decided(open_study(tmp_path, hours=hours), 600.0, of_choices, lines.append)
-    # 0.08 by definition of what is enough.
-    assert "changes the probability of the right choice by up to 0.08 (standard deviation)" in lines[-1]
+    of_choices = replace(costs, by_probability=True, enough=(4_000, 4_500))
+    decided(open_study(tmp_path, hours=hours, questions=1_500), 600.0, of_choices, lines.append)
+    changes = re.findall(r"changes the probability of the right choice by up to ([\d.]+)", lines[-1])
+    assert len(changes) == 2 and 0 < float(changes[0]) < float(changes[1])
+    assert float(changes[1]) == pytest.approx(harmless_change(by_probability=True) ** 0.5)
     with pytest.raises(StudyError, match=r"asks nothing\. Set `questions` or"):
         decided(
             open_study(tmp_path, hours=1, questions=0, recall_questions=0, criteria=("entropy",)), 1e4, costs, print
