@@ -86,8 +86,8 @@ def _opening(studies: Sequence[Mapping[str, Any]], store: Store, beside: str) ->
         f" {asked} questions and {answers['texts']} texts of up to {answers['tokens']:,} tokens."
         f" Device: {machine}; {beside}. Time by kind of run: {took}.\n\n"
         "The weights are a 4-bit checkpoint of a model with 135 million parameters, read as float32: its numbers are"
-        " those of this checkpoint. They show what the methods do on a model with sinks, induction heads and retrieval"
-        " heads, and say nothing about the shares that larger models can lose."
+        " those of this checkpoint. They show what the methods do, and say nothing about the shares that larger models"
+        " can lose."
     )
 
 

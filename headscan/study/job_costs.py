@@ -176,18 +176,16 @@ def _enough_recall(comparisons: int) -> int:
 
 
 def _study_steps(model: JobModel, tokens: int, hours: float, speed: float) -> tuple[str, dict[str, float]]:
-    from headscan.study.study_time import QuestionCosts, decided, harmless_change, study_seconds
-    from headscan.verdicts.paired import enough_questions
+    from headscan.study.study_time import QuestionCosts, decided, enough_for, study_seconds
 
     config = Study(ModelSpec("model"), CorpusSpec("texts"), max_tokens=tokens, hours=hours)
-    kinds, change = config.kind_count, harmless_change(by_probability=True)
-    enough, later = enough_questions(change, kinds), enough_questions(change, 2 * kinds)
+    kinds, enough = config.kind_count, enough_for(config, by_probability=True)
     costs = QuestionCosts(
         tokens=_QUESTION_TOKENS,
         recall_tokens=len(RECALL_FAMILIES) * tokens / QUESTIONS_PER_TEXT,
         by_probability=True,
-        enough=(enough, later),
-        available=later,
+        enough=enough,
+        available=enough[1],
         enough_recall=(_enough_recall(kinds), _enough_recall(2 * kinds)),
         recalls="",
         repair_texts=ceil(1.25 * max(model.head_columns, model.mlp_columns) / tokens),

@@ -18,11 +18,10 @@ from headscan.steps.prune.prune_step import RepairChoice
 from headscan.steps.run_sweep import whole_model_recall
 from headscan.study.study_step import Study, StudyError
 from headscan.study.study_texts import StudyTexts
-from headscan.study.study_time import QuestionCosts, harmless_change
+from headscan.study.study_time import QuestionCosts, enough_for
 from headscan.texts import CorpusError
 from headscan.texts.continuation_task import CONTINUATION, make_questions, write_task
 from headscan.texts.tasks import Questions, Tasks
-from headscan.verdicts.paired import enough_questions
 from headscan.verdicts.scope_verdicts import recall_needed, solves
 
 #: Number of questions of each task or kind whose tokens are counted.
@@ -35,7 +34,7 @@ def question_costs(config: Study, run: Run, texts: StudyTexts) -> QuestionCosts:
     """Count the tokens of some questions, and ask the whole model recall questions that judge nothing."""
     assert config.max_tokens is not None
     kinds, tasks = config.kind_count, config.tasks
-    most = max(_enough(config, by_probability=True)[1], config.questions or 0, config.max_questions or 0)
+    most = max(enough_for(config, by_probability=True)[1], config.questions or 0, config.max_questions or 0)
     made = len(make_questions(texts.judged_files, most))
     if not config.tasks.names and not made:
         raise StudyError(
@@ -72,19 +71,12 @@ def question_costs(config: Study, run: Run, texts: StudyTexts) -> QuestionCosts:
         tokens,
         recall_tokens,
         by_probability,
-        _enough(config, by_probability),
+        enough_for(config, by_probability),
         available,
         max(needed),
         ", ".join(words),
         repairing,
     )
-
-
-def _enough(config: Study, by_probability: bool) -> tuple[int, int]:
-    """Return `QuestionCosts.enough`. Of the error of later hours half is left, as much as for twice as many kinds."""
-    change, kinds = harmless_change(by_probability), config.kind_count
-    first, later = (enough_questions(change, times * kinds, config.max_points) for times in (1, 2))
-    return first, later
 
 
 def repair_texts(run: Run, tokens: int) -> int:

@@ -29,7 +29,7 @@ from headscan.study.study_step import (
 )
 from headscan.text_tables import percent
 from headscan.verdicts.looks import Look, planned_looks
-from headscan.verdicts.paired import shown_change
+from headscan.verdicts.paired import enough_questions, shown_change
 
 #: Share of the time that the steps before the questions may take.
 _STEPS = 0.6
@@ -92,6 +92,13 @@ def time_pass(lm: LoadedModel, item: TimedPass) -> float:
 def harmless_change(by_probability: bool) -> float:
     """Return what a harmless share of heads changes, as `enough_questions` takes it."""
     return _CHANGED_PROBABILITY**2 if by_probability else _CHANGED_ANSWERS
+
+
+def enough_for(config: Study, by_probability: bool) -> tuple[int, int]:
+    """Return `QuestionCosts.enough`. Of the error of later hours half is left, as much as for twice as many kinds."""
+    change, kinds = harmless_change(by_probability), config.kind_count
+    first, later = (enough_questions(change, times * kinds, config.max_points) for times in (1, 2))
+    return first, later
 
 
 @dataclass(frozen=True)

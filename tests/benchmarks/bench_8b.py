@@ -52,17 +52,8 @@ from headscan.runs.progress import time_text
 from headscan.settings.corpus_settings import CorpusSpec
 from headscan.store.verdict_limits import QUESTIONS_PER_TEXT
 from headscan.study.study_step import LONGEST_STUDY_TEXT, Study
-from headscan.study.study_time import (
-    PassCosts,
-    QuestionCosts,
-    TimedPass,
-    decided,
-    harmless_change,
-    study_seconds,
-    time_pass,
-)
+from headscan.study.study_time import PassCosts, QuestionCosts, TimedPass, decided, enough_for, study_seconds, time_pass
 from headscan.texts.prefix_tree import tokens_read_once
-from headscan.verdicts.paired import enough_questions
 from tests.benchmarks.bench_arms import ABLATED, answers, made_requests, readings
 from tests.benchmarks.bench_cache import CacheLoad, fill, half_windows, held_bytes
 from tests.benchmarks.bench_instrument import SCAN, verdict_on_goal
@@ -559,7 +550,7 @@ def hours_rows(speed: float, measured: Mapping[str, float], card: str) -> Iterat
     """
     requests = made_requests(1, 57)
     config = Study(ModelSpec("8B"), CorpusSpec("texts/"), max_tokens=LONGEST_STUDY_TEXT)
-    enough = enough_questions(harmless_change(by_probability=True), config.kind_count)
+    enough, _ = enough_for(config, by_probability=True)
     costs = QuestionCosts(
         tokens=tokens_read_once(request.ids for request in requests) / 57,
         recall_tokens=len(RECALL_FAMILIES) * LONGEST_STUDY_TEXT / QUESTIONS_PER_TEXT,
