@@ -1,11 +1,9 @@
-"""A study of the demo model to its end, its settings and its texts."""
+"""A study of the demo model to its end, and its settings."""
 
 from __future__ import annotations
 
 import json
 import math
-import random
-import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,38 +11,29 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from headscan.ablation.masks import HeadMask
-from headscan.catalog import RECALL_FAMILIES
 from headscan.cli.main import main, read_command
 from headscan.cluster.pool import InProcessPool, Pool
 from headscan.engine.arms import Arm
 from headscan.errors import HeadscanError, PruningError
 from headscan.model_spec import ModelSpec
 from headscan.plans import load_plan
-from headscan.plans.window_search import search_passes
 from headscan.runs.head_orders import imported_heads
-from headscan.runs.progress import time_text
 from headscan.runs.run_context import Run
 from headscan.settings.evaluation_settings import TaskConfig
 from headscan.steps.prune.prune_step import Prune
 from headscan.steps.prune.run_prune import run_prune
-from headscan.store.output_files import write_text
 from headscan.store.records import ArmKind
 from headscan.store.store import Store
-from headscan.study import study_time
-from headscan.study.question_costs import limits_per_task, question_costs
 from headscan.study.run_study import _Study, run_study
 from headscan.study.study_answer import ABLATED, CACHED, REMOVED, Saving, StudyAnswer
 from headscan.study.study_candidates import write_heads
 from headscan.study.study_clock import StudyClock
 from headscan.study.study_step import Study, StudyError, read_study, resumed, write_study
-from headscan.study.study_texts import _PARTS, document_of, split_texts
-from headscan.study.study_time import PassCosts, QuestionCosts, decided, harmless_change, study_seconds
+from headscan.study.study_texts import split_texts
 from headscan.texts import CorpusSpec
-from headscan.texts.continuation_task import write_task
 from headscan.texts.tasks import Tasks
 from headscan.verdicts.judge import judge
 from headscan.verdicts.metrics import Increase
@@ -350,241 +339,6 @@ def test_wrong_settings_are_named(settings: dict[str, object], message: str, tmp
         read_study(tmp_path / "study.json")
 
 
-def test_equal_documents_go_to_one_part(tmp_path: Path) -> None:
-    for number in range(60):
-        text = f"file {number % 30} has a text of its own\n" * 100
-        (tmp_path / f"{number}.txt").write_text(text)
-    split_texts(CorpusSpec(str(tmp_path)), tmp_path / "parts")
-    files = [file.read_text() for file in (tmp_path / "parts").glob("*/*.txt")]
-    assert len(files) == len(set(files)) == 30
-
-
-@pytest.mark.parametrize("documents", [1, 3, 40])
-def test_parts_share_no_text(tmp_path: Path, documents: int) -> None:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for number in range(documents):
-        lines = [f"line {number} {line} of a text that is long enough\n" for line in range(40_000 // documents)]
-        (folder / f"{number}.txt").write_text("".join(lines))
-    texts = split_texts(CorpusSpec(str(folder)), tmp_path / "parts")
-    seen: dict[str, set[str]] = {}
-    for part in ("measure", "choose", "judge"):
-        files = sorted((tmp_path / "parts" / part).glob("*.txt"))
-        seen[part] = {line for file in files for line in file.read_text().splitlines()}
-        assert len(seen[part]) > 0.1 * 40_000
-    assert not (seen["measure"] & seen["judge"] or seen["choose"] & seen["judge"] or seen["measure"] & seen["choose"])
-    assert len(set.union(*seen.values())) >= 0.99 * (40_000 // documents) * documents
-    assert split_texts(CorpusSpec(str(folder)), tmp_path / "parts") == texts
-
-
-def test_a_short_corpus_is_refused(tmp_path: Path) -> None:
-    for number in range(2):
-        (tmp_path / f"{number}.txt").write_text(f"{number} is too short\n" * 50)
-    (tmp_path / "2.txt").write_text(" \n" * 50)
-    message = r"too short for 3 parts of a study: documents with text: 2 \(limit 3, or one of 5,000 characters\)"
-    with pytest.raises(StudyError, match=message):
-        split_texts(CorpusSpec(str(tmp_path)), tmp_path / "parts")
-    assert not (tmp_path / "parts").exists()
-
-
-@pytest.mark.parametrize("long", [0, 260_000])
-def test_a_few_short_documents_lose_no_text(tmp_path: Path, long: int) -> None:
-    """They go whole to a part, next to one that is long enough to be cut."""
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    documents = [f"document {number} has this line\n" * 160 for number in range(19)]
-    documents[3] = "".join(f"line {line}\n" for line in range(long // 10)) or documents[3]
-    for number, text in enumerate(documents):
-        (folder / f"{number:02}.txt").write_text(text)
-    split_texts(CorpusSpec(str(folder)), tmp_path / "parts")
-    files = {part: sorted((tmp_path / "parts" / part).iterdir()) for part in ("measure", "choose", "judge")}
-    sizes = {part: sum(len(file.read_text()) for file in of_part) for part, of_part in files.items()}
-    whole = sum(map(len, documents))
-    assert sum(sizes.values()) == whole
-    for part, share in (("measure", 0.4), ("choose", 0.2), ("judge", 0.4)):
-        assert abs(sizes[part] / whole - share) < 0.06, (part, sizes)
-    # A block of a part counts as a document, so it is no shorter than half of 20,000 characters.
-    assert len(files["judge"]) == (8 if not long else 12)
-
-
-def test_an_interrupted_split_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for number in range(40):
-        (folder / f"{number:02}.txt").write_text(f"document {number} has this line\n" * 100)
-    written: list[Path] = []
-
-    def stopped(path: Path, text: str) -> None:
-        if len(written) == 30:
-            raise KeyboardInterrupt
-        write_text(path, text)
-        written.append(path)
-
-    corpus, parts = CorpusSpec(str(folder)), tmp_path / "parts"
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("headscan.study.study_texts.write_text", stopped)
-        split_texts(corpus, parts)
-    for number in range(0, 40, 2):
-        (folder / f"{number:02}.txt").unlink()
-    split_texts(corpus, parts)
-    files = [file.read_text() for file in parts.glob("*/*.txt")]
-    assert len(files) == len(set(files)) == 20
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["parts", "texts"]
-
-
-def test_questions_of_blocks_name_the_document_that_these_are_cut_from(tmp_path: Path) -> None:
-    rng, folder = np.random.default_rng(0), tmp_path / "texts"
-    folder.mkdir()
-    for name in ("one", "two", "three"):
-        lines = (" ".join(map(str, rng.integers(0, 10_000, 12))) for _ in range(3_000))
-        (folder / f"{name}.txt").write_text("\n".join(lines))
-    files = split_texts(CorpusSpec(str(folder)), tmp_path / "parts").judged_files
-    assert len(files) > 3 and {document_of(file) for file in files} == {"0", "1", "2"}
-    assert document_of("book.txt") == "book.txt"
-    write_task(tmp_path / "task", files, 30, name="asked", document_of=document_of)
-    rows = [json.loads(line) for line in (tmp_path / "task" / "asked.jsonl").read_text().splitlines()]
-    assert {row["document"] for row in rows} == {"0", "1", "2"} and len({row["module"] for row in rows}) > 3
-
-
-def test_a_corpus_that_changed_is_no_longer_the_study_s(tmp_path: Path) -> None:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for number in range(20):
-        (folder / f"{number:02}.txt").write_text(f"document {number} has this line\n" * 100)
-    corpus = CorpusSpec(str(folder))
-    texts = split_texts(corpus, tmp_path / "parts")
-    assert split_texts(corpus, tmp_path / "parts") == texts
-    (folder / "20.txt").write_text("one document more\n" * 100)
-    with pytest.raises(StudyError, match=r"`corpus` or `judge` changed\. Restore them, or choose another folder"):
-        split_texts(corpus, tmp_path / "parts")
-
-
-def test_texts_that_judge_are_not_those_that_measure(tmp_path: Path) -> None:
-    for folder, first in (("measure", 0), ("judge", 29), ("others", 30)):
-        (tmp_path / folder).mkdir()
-        for number in range(first, first + 30):
-            text = f"file {number} has a text of its own\n" * 100
-            (tmp_path / folder / f"{number} of {folder}.txt").write_text(text)
-        (tmp_path / folder / "heading.txt").write_text("Notes\n")
-    corpus, judge, others = (CorpusSpec(str(tmp_path / name)) for name in ("measure", "judge", "others"))
-    message = r"1 of 31 documents of `judge` .*: 29 of judge\.txt has 100 % of its runs .*\(limit 5 %\)\. Remove"
-    with pytest.raises(StudyError, match=message):
-        split_texts(corpus, tmp_path / "parts", judge)
-    assert not (tmp_path / "parts").exists()
-    with pytest.raises(StudyError, match="30 of 31 documents"):
-        split_texts(corpus, tmp_path / "parts", corpus)
-    assert len(split_texts(corpus, tmp_path / "parts", others).judged_files) == 31
-
-
-def words(seed: int, lines: int) -> str:
-    """Return lines of random words."""
-    draw = random.Random(seed)
-    return "".join(" ".join(f"word{draw.randrange(5_000)}" for _ in range(12)) + "\n" for _ in range(lines))
-
-
-def corpus_of(folder: Path, texts: list[str]) -> CorpusSpec:
-    folder.mkdir()
-    for number, text in enumerate(texts):
-        (folder / f"{number:03}.txt").write_text(text)
-    return CorpusSpec(str(folder))
-
-
-def runs_of(text: str) -> set[tuple[str, ...]]:
-    found = re.findall(r"\w+|[^\w\s]", text)
-    return {tuple(found[at : at + 20]) for at in range(len(found) - 19)}
-
-
-def largest_share(parts: Path) -> float:
-    """Return the largest share of the runs of a file that are in another part, as a set of tuples counts them."""
-    runs = {part: [runs_of(file.read_text()) for file in (parts / part).iterdir()] for part in _PARTS}
-    measured, chosen = (set().union(*runs[part]) for part in ("measure", "choose"))
-    shares = [len(each & (measured | chosen)) / max(1, len(each)) for each in runs["judge"]]
-    return max(shares + [len(each & measured) / max(1, len(each)) for each in runs["choose"]])
-
-
-@pytest.mark.parametrize("documents", [6, 40])
-@pytest.mark.parametrize("kind", ["line break", "added line", "joined", "half"])
-def test_near_copies_go_to_one_part(tmp_path: Path, documents: int, kind: str) -> None:
-    texts = [words(number, 1_200 if documents < 20 else 120) for number in range(documents)]
-    lines = texts[0].splitlines(keepends=True)
-    copies = {
-        "line break": ["".join([*lines[:at], "\n", *lines[at:]]) for at in range(4)],
-        "added line": [f"a line of its own, number {number}\n{texts[0]}" for number in range(4)],
-        "joined": ["".join(texts[:2])],
-        "half": ["".join(lines[: len(lines) // 2]) + words(99 + n, len(lines) // 2) for n in range(4)],
-    }[kind]
-    said: list[str] = []
-    split_texts(corpus_of(tmp_path / "texts", texts + copies), tmp_path / "parts", say=said.append)
-    assert largest_share(tmp_path / "parts") <= 0.05
-    found = re.fullmatch(
-        r"texts that judge share at most (\S+) % of their runs of 20 words with the other parts \(limit 5 %\)"
-        r"(; blocks that shared more and measure instead: \d+ of \d+)?(; copies of blocks that are left out: \d+)?",
-        said[0],
-    )
-    assert found is not None and (found[2] or found[3])
-    # No copy counts as another text.
-    for part in _PARTS:
-        of_part = [runs_of(file.read_text()) for file in (tmp_path / "parts" / part).iterdir()]
-        assert all(len(one & other) < 0.6 * len(one) for one in of_part for other in of_part if one is not other)
-    # What is not copied stays in its part.
-    sizes = {part: sum(len(file.read_text()) for file in (tmp_path / "parts" / part).iterdir()) for part in _PARTS}
-    assert sizes["judge"] > 0.15 * sum(sizes.values())
-
-
-@pytest.mark.parametrize("kind", ["added line", "joined", "chapter"])
-def test_texts_that_judge_are_no_near_copies_of_the_corpus(tmp_path: Path, kind: str) -> None:
-    texts = [words(number, 150) for number in range(24)]
-    judging = {
-        "added line": [f"another heading\n{text}" for text in texts],
-        "joined": ["\n\n".join(texts)],
-        # Two percent of the text, and most of one block.
-        "chapter": [words(50, 4_000) + texts[3] + words(51, 4_000)],
-    }[kind]
-    corpus, judge = corpus_of(tmp_path / "texts", texts), corpus_of(tmp_path / "judge", judging)
-    message = rf"{len(judging)} of {len(judging)} documents of `judge` .* has [\d.]+ % of its runs of 20 words there"
-    with pytest.raises(StudyError, match=message):
-        split_texts(corpus, tmp_path / "parts", judge)
-    others = corpus_of(tmp_path / "others", [words(100 + number, 150) for number in range(24)])
-    said: list[str] = []
-    split_texts(corpus, tmp_path / "parts", others, say=said.append)
-    assert said == ["texts that judge share at most 0 % of their runs of 20 words with the other parts (limit 5 %)"]
-
-
-def test_a_licence_in_every_document_is_no_copy(tmp_path: Path) -> None:
-    licence = words(1_000, 20)
-    texts = [licence + words(number, 120) for number in range(40)]
-    said: list[str] = []
-    split_texts(corpus_of(tmp_path / "texts", texts), tmp_path / "parts", say=said.append)
-    assert " 0 % " in said[0] and "measure instead" not in said[0]
-    # Copies in more than half of the documents are no licence.
-    copied = [f"{number}\n{texts[0]}" for number in range(30)] + texts[1:20]
-    split_texts(corpus_of(tmp_path / "copies", copied), tmp_path / "others", say=said.append)
-    assert "blocks that shared more and measure instead" in said[1]
-    with pytest.raises(StudyError, match=r"every block .* that would choose shares more than 5 % of its runs"):
-        split_texts(corpus_of(tmp_path / "all", copied[:30]), tmp_path / "none")
-
-
-def test_parts_do_not_depend_on_names(tmp_path: Path) -> None:
-    texts = [words(number, 120) for number in range(30)]
-    found = []
-    for name, order in (("one", texts), ("other", texts[::-1])):
-        split_texts(corpus_of(tmp_path / name, order), tmp_path / f"{name} parts")
-        files = {part: (tmp_path / f"{name} parts" / part).iterdir() for part in _PARTS}
-        found.append({part: {file.read_text() for file in of_part} for part, of_part in files.items()})
-    assert found[0] == found[1] and [len(found[0][part]) for part in _PARTS] == [12, 6, 12]
-
-
-def test_a_large_corpus_is_read_of_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headscan.study.study_texts._MOST", 200_000)
-    corpus = corpus_of(tmp_path / "texts", [words(number, 1_000) for number in range(6)])
-    split_texts(corpus, tmp_path / "parts")
-    blocks = [file.read_text() for part in _PARTS for file in (tmp_path / "parts" / part).iterdir()]
-    assert 180_000 < sum(map(len, blocks)) < 240_000
-    for number in range(6):
-        text = (tmp_path / "texts" / f"{number:03}.txt").read_text()
-        assert any(block[:200] in text for block in blocks), number
-
-
 def test_the_safe_heads_are_a_file_that_prune_reads(tmp_path: Path) -> None:
     arm = Arm("b", ArmKind.MASK, HeadMask([(2, 3), (0, 1)]))
     assert imported_heads(write_heads(arm, tmp_path / "heads.json")) == [(0, 1), (2, 3)]
@@ -677,161 +431,6 @@ def test_an_open_share_has_the_label_of_the_table() -> None:
     assert few.card().headline == "Too few questions"
 
 
-COSTS = QuestionCosts(
-    280.0, 300.0, False, enough=(3_000, 3_500), available=2_500, enough_recall=(500, 600), recalls="copying 60 %"
-)
-
-
-def test_the_time_decides_texts_and_shares(tmp_path: Path) -> None:
-    """Open settings become smaller with the hours; given ones stay."""
-    settings = open_study(tmp_path, hours=1, window_shares=(0.5,))
-    found = [decided(settings, speed, COSTS, lambda line: None) for speed in (100_000.0, 1_000.0, 50.0)]
-    assert [each.sequences for each in found] == sorted((each.sequences for each in found), reverse=True)
-    assert found[0].sequences == 64 and found[-1].sequences == 8
-    assert len(found[0].shares or ()) == 6
-    assert len(found[-1].shares or ()) == 2 and {each.window_shares for each in found} == {(0.5,)}
-    assert (found[0].questions or 0) > (found[-1].questions or 0)
-
-
-def test_each_step_is_listed_with_its_time(tmp_path: Path) -> None:
-    lines: list[str] = []
-    decided(open_study(tmp_path), 1_000.0, COSTS, lines.append)
-    steps = [line.split("  ")[1] for line in lines if line.startswith("  ")]
-    assert steps == [
-        "1. scan",
-        "2. probe",
-        "3. importance, criterion",
-        "4. plans",
-        "5. pruning",
-        "6. loss",
-        "7. questions",
-    ]
-
-
-def test_the_time_of_a_step_follows_from_the_costs_of_its_passes(tmp_path: Path) -> None:
-    """A text of 256 tokens takes 0.256 s at this speed; the two searches are decided, so they count."""
-    settings = open_study(tmp_path, hours=20)
-    lines: list[str] = []
-    config = decided(settings, 1_000.0, COSTS, lines.append)
-    assert (config.sequences, config.search, config.prune_by) == (64, True, "damage")
-    own = study_seconds(config, COSTS, 1_000.0)
-    assert [f"  {name}" in line for name, line in zip(own, lines[1:], strict=False)] == [True] * 7
-    assert f"about {time_text(sum(own.values()))} in all" in lines[0]
-    assert own["7. questions"] == pytest.approx(
-        7 * ((config.questions or 0) * 280 + (config.recall_questions or 0) * 300) / 1_000
-    )
-    texts, prompts, kinds, repairs = 64, 16, len(RECALL_FAMILIES), 4
-    of_cost = {
-        "scan": ("1. scan", texts),
-        "importance": ("3. importance, criterion", texts + kinds * prompts),
-        "derivatives": ("4. plans", texts / 2 + prompts),
-        "repair": ("5. pruning", repairs * (2 * texts + 4 * prompts)),
-        "damage": ("5. pruning", repairs * texts),
-    }
-    for cost, (step, passes) in of_cost.items():
-        more = replace(PassCosts(), **{cost: getattr(PassCosts(), cost) + 1})
-        changed = study_seconds(config, COSTS, 1_000.0, more)
-        assert {name for name in own if changed[name] != own[name]} == {step}
-        assert changed[step] - own[step] == pytest.approx(0.256 * passes)
-
-
-def test_a_search_takes_the_passes_of_the_largest_models() -> None:
-    assert study_time._SEARCHES == sum(search_passes(1_000)) >= sum(search_passes(24))
-
-
-def test_importance_takes_time_only_if_a_criterion_needs_it(tmp_path: Path) -> None:
-    def third_step(**changed: Any) -> str:
-        lines: list[str] = []
-        settings = open_study(tmp_path, **changed)
-        decided(settings, 1_000.0, COSTS, lines.append)
-        return next(line.split("  ")[-1] for line in lines if "3. importance" in line)
-
-    assert third_step(criteria=("output_norm_ln",)) == third_step(shares=()) == time_text(0.0)
-    assert third_step(criteria=("importance",)) != time_text(0.0)
-
-
-def test_without_ablated_heads_pruning_is_by_damage_and_its_time_counts(tmp_path: Path) -> None:
-    """No criterion is chosen, however little time there is."""
-
-    def fifth_step(**changed: Any) -> tuple[str | None, str]:
-        lines: list[str] = []
-        settings = open_study(tmp_path, hours=0.1, prune_shares=(0.05,), **changed)
-        found = decided(settings, 300.0, COSTS, lines.append)
-        assert found.sequences == 8
-        return found.prune_by, next(line.split("  ")[-1] for line in lines if "5. pruning" in line)
-
-    by_criterion, short = fifth_step()
-    alone, long = fifth_step(shares=())
-    assert (by_criterion, alone) == ("criterion", "damage")
-    assert long == fifth_step(prune_by="damage")[1] != short
-
-
-def test_questions_are_as_many_as_they_must_be_or_as_the_time_allows(tmp_path: Path) -> None:
-    settings = open_study(tmp_path, hours=1)
-    lines: list[str] = []
-    rich = decided(settings, 100_000.0, COSTS, lines.append)
-    assert (rich.questions, rich.recall_questions) == (COSTS.available, 500)
-    assert (rich.max_questions, rich.max_recall_questions) == (COSTS.available, 500)
-    assert "takes 3,000 questions and 500 of each recall task (the whole model: copying 60 %)" in lines[-1]
-    enough = decided(settings, 100_000.0, replace(COSTS, available=9_000), lines.append)
-    assert enough.questions == enough.max_questions == 3_000 and "harmless" not in lines[-1]
-    # An hour at this speed reads less than the questions need: recall has at most half of their time.
-    costs = replace(COSTS, enough_recall=(1_500, 1_800))
-    poor = decided(settings, 2_500.0, costs, lines.append)
-    assert 600 < (poor.questions or 0) < 2_500 and 40 < (poor.recall_questions or 0) < 1_500
-    assert (poor.recall_questions or 0) * 300 <= 1.01 * (poor.questions or 0) * 280
-    # More hours may ask as many as are enough with half of the error, where the tasks have them.
-    assert (poor.max_questions, poor.max_recall_questions) == (2_500, 1_800)
-    given = decided(replace(settings, questions=700), 2_500.0, costs, lines.append)
-    assert given.questions == given.max_questions == 700
-    later = decided(replace(settings, questions=700, max_questions=2_000), 2_500.0, costs, lines.append)
-    assert (later.questions, later.max_questions) == (700, 2_000)
-    unable = decided(settings, 100_000.0, replace(COSTS, enough_recall=(0, 0)), lines.append)
-    assert unable.recall_questions == 40 and "recall task (" not in lines[-2]
-    assert "hardly solves the recall tasks (copying 60 %): what is safe may still cost recall" in lines[-1]
-
-
-def test_the_first_lines_say_what_can_be_shown_and_what_would(tmp_path: Path) -> None:
-    lines: list[str] = []
-    costs = replace(COSTS, available=9_000)
-    poor = decided(open_study(tmp_path, hours=1), 600.0, costs, lines.append)
-    # Fewer than show equal answers to be safe are not asked, and loss and recall alone judge.
-    assert poor.questions == 0 and poor.max_questions == 3_500
-    assert lines[-1].startswith("0 questions and ") and "could not show that anything is safe" in lines[-1]
-    hours = float(re.search(r"--hours ([\d.]+)", lines[-1])[1])  # type: ignore[index]
-    rich = decided(open_study(tmp_path, hours=hours), 600.0, costs, lines.append)
-    assert rich.questions == 3_000 and "harmless" not in lines[-1]
-    # Given numbers are asked, and the line says what they show.
-    few = decided(open_study(tmp_path, hours=1, questions=300), 600.0, costs, lines.append)
-    assert few.questions == 300 and "300 questions and " in lines[-1] and "cannot show" in lines[-1]
-    assert "--max-points" in lines[-1] and "--shares none" in lines[-1]
-    of_choices = replace(costs, by_probability=True, enough=(4_000, 4_500))
-    decided(open_study(tmp_path, hours=hours, questions=1_500), 600.0, of_choices, lines.append)
-    changes = re.findall(r"changes the probability of the right choice by up to ([\d.]+)", lines[-1])
-    assert len(changes) == 2 and 0 < float(changes[0]) < float(changes[1])
-    assert float(changes[1]) == pytest.approx(harmless_change(by_probability=True) ** 0.5)
-    with pytest.raises(StudyError, match=r"asks nothing\. Set `questions` or"):
-        decided(
-            open_study(tmp_path, hours=1, questions=0, recall_questions=0, criteria=("entropy",)), 1e4, costs, print
-        )
-
-
-def test_costs_follow_from_the_questions_and_the_recall_of_the_whole_model(tmp_path: Path) -> None:
-    """The demo model copies, so copying questions have a number that is enough; given numbers ask nothing."""
-    texts = split_texts(CorpusSpec("python-stdlib-heldout"), tmp_path / "parts")
-    config = tiny(tmp_path, recall_questions=None)
-    lines: list[str] = []
-    with Run(SPEC, Store(tmp_path / "s.duckdb"), lambda spec: InProcessPool(spec, THREADS), say=lines.append) as run_:
-        costs = question_costs(config, run_, texts)
-        given = question_costs(replace(config, recall_questions=8), run_, texts)
-    # A context of 400 characters, and four passages of 80 with and without it.
-    assert 400 / 5 < costs.tokens < (400 + 8 * 80) / 1.5
-    # A needle and a copy; four of each share a text of 87 tokens.
-    assert 87 / 2 <= costs.recall_tokens <= 2 * 87
-    assert "copying" in costs.recalls and all(number % 4 == 0 for number in costs.enough_recall)
-    assert (given.enough_recall, given.recalls) == ((0, 0), "")
-
-
 def test_a_study_without_recall_questions(tmp_path: Path) -> None:
     """Texts of 40 tokens hold none; everything else is measured on texts, and no table claims that recall is kept."""
     config, lines = tiny(tmp_path / "out", max_tokens=40, recall_questions=None, shares=(0.02,)), list[str]()
@@ -871,18 +470,6 @@ def test_tasks_that_grade_no_answer_are_refused_at_the_start(tmp_path: Path, tas
     assert Tasks(replace(ungraded, names=("graded", "telling", "informed"))).available == {"telling": 12, "informed": 5}
 
 
-def test_equal_documents_use_up_no_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headscan.study.study_texts._MOST", 60_000)
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for number in range(12):
-        name = max(9, number)  # ten equal documents, and two others
-        (folder / f"{number:02}.txt").write_text("".join(f"{name} has line {line}\n" for line in range(1_000)))
-    split_texts(CorpusSpec(str(folder)), tmp_path / "parts")
-    files = [file for part in ("measure", "choose", "judge") for file in (tmp_path / "parts" / part).iterdir()]
-    assert {line.split()[0] for file in files for line in file.read_text().splitlines()} == {"9", "10", "11"}
-
-
 def test_few_blocks_of_text_are_named_at_the_start(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -893,11 +480,3 @@ def test_few_blocks_of_text_are_named_at_the_start(tmp_path: Path) -> None:
     with Run(SPEC, Store(tmp_path / "s.duckdb"), lambda spec: InProcessPool(spec, THREADS), say=said.append) as opened:
         _Study.begin(config, opened)
     assert any("of 8 documents or blocks of 20,000 characters (limit 20): no share can" in line for line in said)
-
-
-def test_the_limit_of_each_task_gives_the_number_of_questions(tmp_path: Path) -> None:
-    texts = split_texts(CorpusSpec("python-stdlib-heldout"), tmp_path / "parts")
-    for name, number in (("few", 5), ("many", 30)):
-        write_task(tmp_path / "tasks", texts.judged_files, number, name=name)
-    tasks = TaskConfig(("few", "many"), include_path=str(tmp_path / "tasks"))
-    assert limits_per_task(tasks, (0, 1, 2, 9, 10, 20, 34, 35, 99)) == [0, 1, 1, 4, 5, 15, 29, 30, 30]
