@@ -407,13 +407,13 @@ class _Study:
         self.run.say(f"\n{title} ({self.clock.begin(title)})")
 
     def _asking_seconds(self, look: int, arms: int) -> float:
-        """Return about how long the questions of a look take that earlier looks did not ask."""
+        """Return about how many seconds the questions of a look take that earlier looks did not ask."""
         earlier, here = ((0, 0), *((each.questions, each.recall) for each in self._looks))[look - 1 : look + 1]
         return self.clock.asking_seconds(here[0] - earlier[0], here[1] - earlier[1], arms)
 
     def _has_time(self, step: str, name: str = "", expected: float = 0.0) -> bool:
-        """Return False, and report that a step is left out, if it ends after the hours of all calls. ``name`` is unique
-        where a step has several parts, and ``expected`` are its seconds.
+        """Return False, and report that a step is left out, if it would end after the hours of all calls. ``name`` is
+        unique where a step has several parts; ``expected`` is the time that it takes, in seconds.
         """
         seconds = 3600 * self.config.hours
         if self.clock.has_time(name or step, seconds, expected):

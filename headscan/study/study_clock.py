@@ -42,7 +42,7 @@ class StudyClock:
         """Seconds that all calls have used."""
         return self._earlier + time.monotonic() - self._started
 
-    def set_plan(self, seconds: Mapping[str, float], question_seconds: tuple[float, float] = (0.0, 0.0)) -> None:
+    def set_plan(self, seconds: Mapping[str, float], question_seconds: tuple[float, float]) -> None:
         """Plan the steps and the questions."""
         self.plan, self.question_seconds = dict(seconds), question_seconds
         self._save()
@@ -60,8 +60,8 @@ class StudyClock:
         return f"{time_text(self.seconds)} so far{f', about {time_text(left)} left' if left else ''}"
 
     def asking_seconds(self, questions: int, recall: int, arms: int) -> float:
-        """Return the approximate seconds of benchmark questions and ``recall`` questions of each task, for each of some
-        arms; arms that share work take less.
+        """Return about how many seconds it takes to ask every arm so many benchmark questions and so many questions of each
+        recall task; arms that share work take less.
         """
         benchmark, of_recall = self.question_seconds
         current = list(self._begun)[-1:]

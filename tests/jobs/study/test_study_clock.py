@@ -26,7 +26,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_the_hours_of_earlier_calls_count_and_time_between_calls_does_not(tmp_path: Path, now: list[float]) -> None:
     first = StudyClock(tmp_path)
-    first.set_plan(PLAN)
+    first.set_plan(PLAN, (0.0, 0.0))
     now[0] += 90
     assert first.has_time("the plans", 100)
     now[0] += 30
@@ -54,7 +54,7 @@ def test_what_had_time_once_stays_part_of_the_study(tmp_path: Path, now: list[fl
 
 def test_work_that_would_end_after_the_hours_is_not_begun(tmp_path: Path, now: list[float]) -> None:
     first = StudyClock(tmp_path)
-    first.set_plan(PLAN, question_seconds=(0.5, 2.0))
+    first.set_plan(PLAN, (0.5, 2.0))
     assert first.asking_seconds(100, 20, arms=2) == 180
     assert first.has_time("look 2", 180, expected=180)
     now[0] += 1
@@ -71,7 +71,7 @@ def test_work_that_would_end_after_the_hours_is_not_begun(tmp_path: Path, now: l
 def test_the_time_left_follows_the_measured_speed(tmp_path: Path, now: list[float]) -> None:
     """The first two steps take twice as long as planned, so the others are expected to take longer, too."""
     clock = StudyClock(tmp_path)
-    clock.set_plan(PLAN)
+    clock.set_plan(PLAN, (0.0, 0.0))
     assert clock.begin("1. scan: every head") == "0.0 s so far, about 16 min left"  # as planned: 990 s
     now[0] += 120
     assert clock.begin("2. probe: heads") == "2 min so far, about 19 min left"  # 1.23 times as long as planned
@@ -85,7 +85,7 @@ def test_the_time_left_follows_the_measured_speed(tmp_path: Path, now: list[floa
 def test_a_resumed_study_names_what_is_done_and_what_is_left(tmp_path: Path, now: list[float]) -> None:
     assert StudyClock(tmp_path).left(2) == []
     first = StudyClock(tmp_path)
-    first.set_plan(PLAN)
+    first.set_plan(PLAN, (0.0, 0.0))
     first.begin("1. scan: every head")
     now[0] += 30
     first.begin("4. plans: windows")
