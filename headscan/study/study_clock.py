@@ -60,8 +60,8 @@ class StudyClock:
         return f"{time_text(self.seconds)} so far{f', about {time_text(left)} left' if left else ''}"
 
     def asking_seconds(self, questions: int, recall: int, arms: int) -> float:
-        """Return about how many seconds it takes to ask every arm so many benchmark questions and questions of each recall
-        task; arms that share work take less.
+        """Return about how many seconds it takes to ask every arm so many benchmark questions, and of each recall task;
+        arms that share work take less.
         """
         benchmark, of_recall = self.question_seconds
         current = list(self._begun)[-1:]
